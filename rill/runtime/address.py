@@ -23,7 +23,6 @@ class WorkerAddress:
     node_id: str
     pid: int = 0
     endpoint: str = ""
-    """The mailbox that processes of the same node send to (ipc)."""
     tcp_endpoint: str = ""
     """The mailbox that processes of other nodes send to. Empty where the run has one node."""
     incarnation: int = 0
@@ -33,7 +32,6 @@ class WorkerAddress:
 
     @property
     def name(self) -> str:
-        """As errors and logs write it: "rollout[3]"."""
         return f"{self.group}[{self.rank}]"
 
     @property
@@ -42,7 +40,6 @@ class WorkerAddress:
         return f"{self.group}[{self.rank}]#{self.incarnation}"
 
     def endpoint_from(self, node_id: str) -> str:
-        """The endpoint that a process on `node_id` connects to."""
         return self.endpoint if node_id == self.node_id else self.tcp_endpoint
 
 

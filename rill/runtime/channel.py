@@ -92,7 +92,6 @@ class Channel:
     def put_many(
         self, objects: Sequence[Any], weights: Sequence[float] | None = None, timeout_s: float | None = None
     ) -> None:
-        """Put several objects with one message."""
         if weights is not None and len(weights) != len(objects):
             raise ConfigError(f"{self.name}: put_many got {len(objects)} objects and {len(weights)} weights")
         producer = self._producer

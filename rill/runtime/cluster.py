@@ -28,8 +28,7 @@ from rill.runtime.device.device import Device, DeviceSpec, Node, NodeDevices, nu
 from rill.runtime.group import Move, WorkerGroup
 from rill.runtime.hub.history import CallRecord
 from rill.runtime.process.agent import Exited, allow_many_files
-from rill.runtime.process.agent_client import NodeClient, NodeEvents
-from rill.runtime.process.backend import Backend, LocalBackend
+from rill.runtime.process.backend import Backend, LocalBackend, NodeClient, NodeEvents
 from rill.runtime.process.launcher import HUB_KEY, Launcher, is_service
 from rill.runtime.process.mailbox import free_port
 from rill.runtime.process.session import open_session
@@ -82,10 +81,9 @@ class Cluster:
             undo.callback(self._backend.close)
             events = NodeEvents(preload=tuple(preload), on_event=self._on_event, on_lost=self._on_node_lost)
             undo.callback(self._close_nodes)
-            opened = self._backend.open(self.session, events)
-            for client in opened:
+            for client in self._backend.open(self.session, events):
                 self._admit(client)
-            first = opened[0].node
+            first = self.nodes[0]
             self._context = self._make_context(first, report_dir)
             undo.callback(self._context.close)
             is_spread = self._backend.is_spread
@@ -96,7 +94,7 @@ class Cluster:
                 trace_dir=str(trace_dir) if trace_dir is not None else None,
             )
             self._supervisor = Supervisor(self._context, self._launcher, self._node, lambda: self.devices)
-            for client in opened:
+            for client in self._nodes.values():
                 self._start_services(client)
             self._context.mailbox.start()
             runtime_context.install(self._context)
@@ -115,7 +113,6 @@ class Cluster:
 
     @property
     def context(self) -> RuntimeContext:
-        """The driver's own doors in this cluster."""
         return self._context
 
     @property
@@ -217,7 +214,6 @@ class Cluster:
             client.close()
 
     def _admit(self, client: NodeClient) -> None:
-        """Number a node's devices, after all that were ever there."""
         numbered = number(client.devices, self._next_device_id)
         self._next_device_id += len(numbered)
         self._nodes[client.node.node_id] = client
@@ -236,7 +232,6 @@ class Cluster:
             client.start(self._launcher.store_server(client))
 
     def _on_event(self, event: Exited) -> None:
-        """On a node's reader thread."""
         how = event.how()
         if not is_service(event.key):
             self._supervisor.process_ended(event.key, how)
@@ -252,20 +247,16 @@ class Cluster:
             self._supervisor.hub_lost(f"the hub ended too often and is not started again: {how}")
 
     def _on_node_lost(self, node_id: str, reason: str) -> None:
-        """On a node's reader thread."""
         if self._is_closed or node_id not in self._nodes:
             return
-        self._reopen(node_id)  # first, so that whoever sees its rank dead can relaunch it
-        self._supervisor.node_lost(node_id, reason)
-
-    def _reopen(self, node_id: str) -> None:
         del self._nodes[node_id]
-        try:
+        try:  # first, so that whoever sees its rank dead can relaunch it
             client = self._nodes[node_id] = self._backend.reopen(node_id)
-        except RunError:
+        except RunError:  # it is gone for good: launches on it say so
             self.devices = tuple(device for device in self.devices if device.node_id != node_id)
-            return  # the node is gone for good: launches on it say so
-        self._start_services(client)
+        else:
+            self._start_services(client)
+        self._supervisor.node_lost(node_id, reason)
 
     def _node(self, node_id: str) -> NodeClient:
         if node_id not in self._nodes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,7 @@ from rill.runtime.hub.client import HubClient
 from rill.runtime.process.call import Calls
 from rill.runtime.process.directory import Directory
 from rill.runtime.process.mailbox import Mailbox
-from rill.runtime.process.report import late
-from rill.runtime.process.waits import answer_dumps
+from rill.runtime.process.report import answer_dumps, late
 from rill.runtime.transfer.parcel import Parcels
 from rill.runtime.transfer.point_to_point import PointToPoint
 from rill.runtime.transfer.wire import Encoded
@@ -44,11 +43,11 @@ class RuntimeContext:
         socket_name: str,
         *,
         torch_device: str | None = None,
-        registration: Mapping[str, Any] | None = None,
+        device_ids: Sequence[int] = (),
     ) -> None:
         """`address`: who this is; where it can be reached is added. `socket_name`: of its mailbox, in the session's
         folder. `torch_device`: where tensors that were on a GPU at the sender are put; None: on the CPU.
-        `registration`: what the hub is told besides the address. Nothing waits for the hub, which may be starting."""
+        `device_ids`: what a worker is placed on. Nothing waits for the hub, which may be starting."""
         self.site = site
         endpoint = f"ipc://{site.session_dir}/{socket_name}"
         self.mailbox = Mailbox(endpoint, tcp_host=site.host if site.key is not None else None, key=site.key)
@@ -63,18 +62,19 @@ class RuntimeContext:
         self._store: Store | None = None
         self.late = functools.partial(late, self)
         """Makes the error of a handle's deadline."""
-        self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key, starts=False)
-        self.hub.submit("registry.register", {**(registration or {}), "address": astuple(self.address)})
+        self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key)
+        told: dict[str, Any] = {"devices": device_ids} if device_ids else {}
+        self.hub.submit("registry.register", {**told, "address": astuple(self.address)})
         self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
         self.directory = Directory(self, follows_hub=self.address.group != DRIVER_GROUP)
         self.parcels = Parcels(self)
-        self.calls = Calls(self.mailbox, self.address, self._unpack)
+        self.calls = Calls(self.mailbox, self.address, self.unpack, self.directory.dead)
         """The remote calls that this process waits for."""
         self.transfer = PointToPoint(self)
         self.directory.on_death(self.calls.peer_died)
         self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
-        answer_dumps(self.mailbox, self.address.identity)
-        self.hub.start()  # once everybody listens: a death that is told before would be waited for in vain
+        answer_dumps(self)
+        self.hub.start()
 
     @property
     def store(self) -> Store:
@@ -95,13 +95,16 @@ class RuntimeContext:
         *,
         concurrent: bool = False,
     ) -> Handle:
-        """Call a method on ranks of a group."""
         handle = Handle(f"{group}.{method}", targets, self.late)
-        self.calls.call(handle, method, self.parcels.pack(arguments, targets), concurrent=concurrent)
+        self.calls.call(
+            handle,
+            method,
+            self.parcels.pack(arguments, (target.identity for target in targets)),
+            concurrent=concurrent,
+        )
         return handle
 
     def close(self) -> None:
-        """Close what is open, in the opposite order of its opening."""
         with self.lock:
             lock, self.device_lock = self.device_lock, None
             consumers = list(self.channels.values())
@@ -111,7 +114,6 @@ class RuntimeContext:
                 used.close()
         for door in (
             self.transfer,
-            self.parcels,
             self.directory,
             self.recorder,
             self.hub,
@@ -120,15 +122,15 @@ class RuntimeContext:
         ):
             door.close()
 
-    def _unpack(self, frames: list[Any]) -> Any:
-        return self.parcels.unpack(frames, device=self.torch_device)
+    def unpack(self, frames: list[Any], sender: str) -> Any:
+        """What a message of `sender` carries; tensors that were on a GPU arrive on this process's device."""
+        return self.parcels.unpack(frames, sender, device=self.torch_device)
 
 
 _of_process: list[RuntimeContext] = []
 
 
 def current() -> RuntimeContext:
-    """The context of this process."""
     if not _of_process:
         raise RunError(
             "no cluster is open here: it was closed, or none was made (`with Cluster(...) as cluster`)"
@@ -137,7 +139,6 @@ def current() -> RuntimeContext:
 
 
 def is_set() -> bool:
-    """Whether `current()` has an answer."""
     return bool(_of_process)
 
 

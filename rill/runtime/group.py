@@ -47,7 +47,6 @@ class Roster:
     """The members of a group, as they are at one moment."""
 
     version: int
-    """Grows with every change."""
     addresses: tuple[WorkerAddress, ...]
     """In the order of ranks, which need not count without gaps."""
 
@@ -58,19 +57,11 @@ class Move:
 
     group: str
     before: tuple[tuple[int, ...], ...]
-    """The devices of each rank."""
     after: tuple[tuple[int, ...], ...]
     state_bytes: int
     """What the workers' `state` gave; 0 where it gave nothing."""
-    state_s: float
-    """Asking for the state, after the calls before it had ended."""
-    stop_s: float
-    start_s: float
-    restore_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.state_s + self.stop_s + self.start_s + self.restore_s
+    seconds: float
+    """From asking for the state to its restoration."""
 
 
 class WorkerGroup(Generic[W_co]):
@@ -93,7 +84,6 @@ class WorkerGroup(Generic[W_co]):
 
     @property
     def size(self) -> int:
-        """How many ranks it has now."""
         return len(self.ranks)
 
     @property
@@ -103,7 +93,6 @@ class WorkerGroup(Generic[W_co]):
 
     @property
     def devices(self) -> dict[int, tuple[int, ...]]:
-        """The ids of the devices of each rank."""
         return self._owner.devices_of(self.name)
 
     def on(self, *ranks: int) -> WorkerGroup[W_co]:
@@ -166,7 +155,6 @@ class WorkerGroup(Generic[W_co]):
         self._owner.close_group(self.name, timeout_s)
 
     def addresses(self) -> list[WorkerAddress]:
-        """Where the ranks are now."""
         return list(self._members.roster(self.name).addresses)
 
     def __getattr__(self, method: str) -> Callable[..., Handle]:
@@ -219,7 +207,7 @@ class _GivenMembers:
 
     def lost(self, group: str) -> list[int]:
         directory = current().directory
-        return [a.rank for a in self.roster(group).addresses if directory.is_dead(a.identity)]
+        return [a.rank for a in self.roster(group).addresses if a.identity in directory.dead]
 
 
 def _rebuild_group(

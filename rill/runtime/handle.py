@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rill.errors import RillError, StuckError
+from rill.errors import PeerDiedError, RillError, StuckError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.process.waits import waiting
 
@@ -22,8 +22,6 @@ DEFAULT_WAIT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one rank's part of a call ended."""
-
     value: Any
     error: RillError | None
     seconds: float
@@ -49,11 +47,6 @@ class Reply:
         self._lock = threading.Lock()
         self._value: Any = None
         self._failure: Exception | None = None
-
-    @staticmethod
-    def lost(error: RillError) -> Reply:
-        """In the place of an answer that will not come."""
-        return Reply(True, 0.0, {}, lambda: error)
 
     def value(self) -> Any:
         with self._lock:
@@ -98,8 +91,6 @@ class _Latch:
 
 
 class Handle:
-    """The outcome of one call on several ranks."""
-
     def __init__(
         self,
         method: str,
@@ -147,7 +138,6 @@ class Handle:
         return [None if reply is None else reply.outcome() for reply in self._replies]
 
     def done(self) -> bool:
-        """Whether every rank has answered or failed."""
         return self._num_left == 0
 
     def fill(self, index: int, reply: Reply) -> None:
@@ -162,6 +152,11 @@ class Handle:
                 self._all.open()
             if self._num_left == 0 or self._failed:
                 self._settled.open()
+
+    def lose(self, index: int, why: str) -> None:
+        """Called where an answer will not come: "died during a call"."""
+        error = PeerDiedError(f"{self.targets[index].name} {why}")
+        self.fill(index, Reply(True, 0.0, {}, lambda: error))
 
     def _wait_at(self, latch: _Latch, timeout_s: float) -> None:
         if latch.is_open:

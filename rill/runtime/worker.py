@@ -41,14 +41,11 @@ def concurrent(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_concurrent(method: Callable[..., Any]) -> bool:
-    """Whether `concurrent` marked it."""
     return _CONCURRENT in method.__dict__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """What a group is launched with, now and when ranks are added or started again."""
-
     name: str
     placement: Placement = "all"
     env: Mapping[str, str] = field(default_factory=dict)
@@ -139,7 +136,6 @@ class Worker:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
         return len(self.ranks)
 
     @contextmanager

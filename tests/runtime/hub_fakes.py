@@ -16,6 +16,7 @@ import msgspec
 
 from rill.runtime.address import Site
 from rill.runtime.hub.messages import Commit, Done, Grant, Item, OutKind, Puts, Take
+from rill.runtime.hub.service import group_of
 from rill.runtime.hub.state import Machine
 from rill.runtime.process.agent import bootstrap
 
@@ -36,7 +37,12 @@ class FakeHub:
         self.now_s = 100.0
 
     def join(self, client: str, **info: Any) -> None:
-        self.send(client, "registry.join", {"pid": 1, "machine": "m"})
+        self.send(client, "registry.join", None)
+        group, size = group_of(client), info.pop("world_size", None)
+        if size is not None and not self.machine.membership.on_group_word("", 0, group):
+            launches = {"launches": [0] * size, "roster": b"", "version": 1}
+            word = {"group": group, "ranks": list(range(size)), **launches}
+            self.send("driver[0]#0", "registry.group", word)
         if info:
             self.send(client, "registry.register", info)
 

@@ -82,10 +82,8 @@ def test_more_devices_than_there_are_cannot_be_had_but_cpu_slots_can() -> None:
     assert len(local_devices("cpu:512")) == 512
 
 
-def test_the_processor_knows_its_memory_and_shares_none_by_handles() -> None:
+def test_the_processor_shares_no_memory_by_handles() -> None:
     cpu = accelerator("cpu")
-    free, total = cpu.memory_bytes("cpu")
-    assert 0 < free <= total
     tensor = torch.ones(3)
     found = accelerator_of(tensor)
     assert found is not None and found[0] == "cpu" and not cpu.has_ipc

@@ -16,7 +16,7 @@ from rill.runtime.hub.messages import (
     Commit,
     Done,
     GiveBack,
-    GrantKind,
+    Grant,
     Item,
     Puts,
     Release,
@@ -32,8 +32,8 @@ A0, A1 = "a[0]#0", "a[1]#0"
 def hub() -> FakeHub:
     hub = FakeHub()
     hub.join(DRIVER)
-    hub.join(A0, group="a", rank=0, world_size=2)
-    hub.join(A1, group="a", rank=1, world_size=2)
+    hub.join(A0, world_size=2)
+    hub.join(A1, world_size=2)
     hub.call(DRIVER, "broker.create", ChannelOptions("c"))
     return hub
 
@@ -128,7 +128,7 @@ def test_a_failed_item_is_tried_again_and_set_aside_by_name_at_last(hub: FakeHub
     leased = ask_take(hub, A0, channel="poison")
     assert values_of(leased) == [2]
     hub.send(A0, "broker.commit", done(ids_of(leased), channel="poison"))
-    assert ask_take(hub, A0, channel="poison").kind is GrantKind.EPOCH_END, "its epoch does not wait for it"
+    assert ask_take(hub, A0, channel="poison").is_end, "its epoch does not wait for it"
 
 
 def test_deaths_are_not_failures(hub: FakeHub) -> None:
@@ -136,7 +136,7 @@ def test_deaths_are_not_failures(hub: FakeHub) -> None:
     hub.send(DRIVER, "broker.commit", put(1, channel="p"))
     for launch in range(4):
         client = f"b[0]#{launch}"
-        hub.join(client, group="b", rank=0, world_size=1)
+        hub.join(client, world_size=1)
         assert values_of(ask_take(hub, client, channel="p")) == [1]
         hub.kill(client)
     assert hub.stats("p")["num_set_aside"] == 0
@@ -149,7 +149,7 @@ def test_a_loop_ends_only_when_every_item_of_the_epoch_is_done(hub: FakeHub) -> 
     waiting = hub.send(A1, "broker.take", take())
     assert (A1, waiting) not in hub.replies
     finish(hub, A0, ids_of(leased))
-    assert hub.replies[A1, waiting].kind is GrantKind.EPOCH_END
+    assert hub.replies[A1, waiting].is_end
 
 
 def test_the_item_of_a_consumer_that_died_after_the_epochs_end_finds_the_other_one(hub: FakeHub) -> None:
@@ -166,8 +166,8 @@ def test_a_rank_that_comes_late_still_meets_the_end_of_an_epoch_that_others_drai
     first = ask_take(hub, A0)
     hub.call(DRIVER, "broker.end", "c")
     finish(hub, A0, ids_of(first))
-    assert ask_take(hub, A0).kind is GrantKind.EPOCH_END
-    assert ask_take(hub, A1).kind is GrantKind.EPOCH_END
+    assert ask_take(hub, A0).is_end
+    assert ask_take(hub, A1).is_end
     assert ask_take(hub, A1) is None  # the next epoch is open
 
 
@@ -176,7 +176,7 @@ def test_a_group_that_is_launched_later_begins_with_the_running_epoch(hub: FakeH
     first = ask_take(hub, A0)
     hub.call(DRIVER, "broker.end", "c")
     finish(hub, A0, ids_of(first))
-    hub.join("late[0]#0", group="late", rank=0, world_size=1)
+    hub.join("late[0]#0", world_size=1)
     assert ask_take(hub, "late[0]#0") is None
 
 
@@ -184,12 +184,12 @@ def test_a_rank_that_is_added_to_its_group_begins_with_the_running_epoch(hub: Fa
     roster = {"group": "a", "version": 1, "ranks": [0, 1], "launches": [0, 0], "roster": b""}
     hub.send(DRIVER, "registry.group", roster)
     hub.call(DRIVER, "broker.end", "c")
-    hub.join("a[2]#0", group="a", rank=2, world_size=3)
+    hub.join("a[2]#0", world_size=3)
     assert ask_take(hub, "a[2]#0") is None
     hub.call(DRIVER, "broker.end", "c")
     for rank, ends in ((A1, 2), ("a[2]#1", 1)):  # started again, it goes on where it was
-        hub.join(rank, group="a", rank=int(rank[2]), world_size=3)
-        assert [ask_take(hub, rank).kind for _ in range(ends)] == [GrantKind.EPOCH_END] * ends
+        hub.join(rank, world_size=3)
+        assert all(ask_take(hub, rank).is_end for _ in range(ends))
         assert ask_take(hub, rank) is None
 
 
@@ -200,7 +200,7 @@ def test_items_put_after_an_end_wait_for_the_next_epoch(hub: FakeHub) -> None:
     answer = ask_take(hub, A0)
     assert values_of(answer) == [1]
     finish(hub, A0, ids_of(answer))
-    assert ask_take(hub, A0).kind is GrantKind.EPOCH_END
+    assert ask_take(hub, A0).is_end
     assert values_of(ask_take(hub, A0)) == [2]
 
 
@@ -215,7 +215,7 @@ def test_an_epoch_of_a_group_ends_when_every_rank_has_ended_it(hub: FakeHub) -> 
 
 def test_two_groups_that_put_into_an_epoch_both_have_to_end_it(hub: FakeHub) -> None:
     for rank in (0, 1):
-        hub.join(f"b[{rank}]#0", group="b", rank=rank, world_size=2)
+        hub.join(f"b[{rank}]#0", world_size=2)
     ends = []
     for client in (A0, "b[0]#0", A1, "b[1]#0"):
         send_put(hub, 1, client=client)
@@ -319,7 +319,7 @@ class RelayAgainstModel(RuleBasedStateMachine):
     @initialize()
     def join_all(self) -> None:
         for n in range(self.CONSUMERS):
-            self.hub.join(self.client(n), group="w", rank=n, world_size=self.CONSUMERS)
+            self.hub.join(self.client(n), world_size=self.CONSUMERS)
 
     def client(self, n: int) -> str:
         return f"w[{n}]#{self.launch[n]}"
@@ -352,7 +352,7 @@ class RelayAgainstModel(RuleBasedStateMachine):
         ]
         has_ended = epoch < len(self.queues) - 1
         if available:
-            assert answer.kind is GrantKind.ITEMS
+            assert answer.items
             fair = sum(map(len, self.queues)) // len(self.has_asked)
             expected = available[: max(1, min(count, fair))]
             assert values_of(answer) == [v for v, _ in expected]
@@ -360,13 +360,13 @@ class RelayAgainstModel(RuleBasedStateMachine):
                 self.queues[item_epoch].popleft()
                 self.leases[n][item.id] = (value, item_epoch)
         elif has_ended and all(self.unfinished_in(e) == 0 for e in range(epoch + 1)):
-            assert answer.kind is GrantKind.EPOCH_END
+            assert answer.is_end
             self.position[n] += 1
             self.is_passing[n] = True
         else:
             assert answer is None
             self.hub.send(client, "broker.cancel", Cancel("c", seq))
-            assert self.hub.replies[client, seq].kind is GrantKind.NOTHING
+            assert self.hub.replies[client, seq] == Grant([])
 
     @rule(n=st.integers(0, CONSUMERS - 1), how_many=st.integers(1, 3))
     def relay(self, n: int, how_many: int) -> None:
@@ -400,7 +400,7 @@ class RelayAgainstModel(RuleBasedStateMachine):
         self.position[n] -= self.is_passing[n]  # nobody heard of the end that it had met
         self.is_passing[n] = False
         self.launch[n] += 1
-        self.hub.join(self.client(n), group="w", rank=n, world_size=self.CONSUMERS)
+        self.hub.join(self.client(n), world_size=self.CONSUMERS)
 
     @rule(from_journal=st.booleans())
     def restart_hub(self, from_journal: bool) -> None:
@@ -417,7 +417,7 @@ class RelayAgainstModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         """What lies in "out" is what was relayed, each once and in that order."""
         if self.relayed:
-            self.hub.join("reader[0]#0", group="reader", rank=0, world_size=1)
+            self.hub.join("reader[0]#0", world_size=1)
             seq = self.hub.send(
                 "reader[0]#0", "broker.take", take(len(self.relayed), channel="out", in_loop=False)
             )

@@ -21,7 +21,7 @@ from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.device import Device
 from rill.runtime.handle import Handle
-from rill.runtime.process import agent_client, supervisor
+from rill.runtime.process import backend, supervisor
 from rill.runtime.process.agent import Exited
 from rill.runtime.process.session import LOCK_NAME, SESSION_PREFIX, sweep
 from tests.runtime.leftovers import becomes_true, hub_pid, is_running, marked_processes, nothing_left
@@ -90,7 +90,7 @@ def test_a_call_in_flight_ends_with_its_cluster_even_where_no_agent_tells_of_its
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "KILL_WAIT_S", 0.5)
-    monkeypatch.setattr(agent_client, "CLOSE_WAIT_S", 0.5)
+    monkeypatch.setattr(backend, "CLOSE_WAIT_S", 0.5)
     with Cluster(devices="cpu:1") as cluster:
         group = Echo.launch(cluster, name="echo", threads=1)
         waiting, calls = group.sleep(60), cluster.context.calls
@@ -148,7 +148,7 @@ def test_when_the_hub_is_given_up_every_wait_in_every_process_fails_with_the_rea
         with pytest.raises(WorkerError, match="(?s)ended too often.*no room"):
             waiting.wait(60)
         with pytest.raises(RillError, match="(?s)ended too often.*no room"):
-            cluster.context.hub.find("never[0]", 20)
+            cluster.context.hub.call("registry.find", "never[0]", 20)
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "not started again" in record.getMessage()
 

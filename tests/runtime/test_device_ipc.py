@@ -9,7 +9,7 @@ import torch
 
 from rill.runtime.address import WorkerAddress
 from rill.runtime.device.accelerator import ACCELERATORS, Accelerator
-from rill.runtime.transfer.device_ipc import Exporter, has_device_tensors, shares_a_device
+from rill.runtime.transfer.device_ipc import Exporter, shares_a_device
 from rill.runtime.transfer.wire import decode, encode
 
 EXPORTED: dict[int, torch.Tensor] = {}
@@ -62,10 +62,3 @@ def test_tensors_that_the_receiver_cannot_open_go_through_the_host() -> None:
     for exporter in (Exporter(at("a", 5), at("a", 5)), Exporter(at("a"), at("a", 5))):
         encoded = encode(tensor, device_hook=exporter)
         assert exporter.kind == "" and len(encoded.buffers) == 1
-
-
-def test_tensors_on_a_device_are_found_wherever_they_are() -> None:
-    assert not has_device_tensors({"x": [torch.ones(3)], "y": "text"})
-    assert (
-        has_device_tensors({"x": [torch.ones(3), torch.ones(3, device="meta")]}) is False
-    )  # no memory at all

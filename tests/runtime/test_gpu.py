@@ -36,7 +36,7 @@ class Holder(Worker):
     def send_one(self, group: str, rank: int, size: int) -> dict[str, int]:
         tensor = torch.arange(size, device=self.device, dtype=torch.float32)
         self.send({"x": tensor}, group, rank, timeout_s=60)
-        return current().transfer.routes()
+        return current().transfer.routes
 
     def receive_one(self, group: str, rank: int) -> tuple[str, bool]:
         tensor = self.recv(group, rank, timeout_s=60)["x"]
@@ -67,7 +67,7 @@ class Holder(Worker):
     def share(self, size: int) -> tuple[str, float, dict[str, int]]:
         given = torch.full((size,), 7.0, device=self.device) if self.rank == 0 else None
         received = self.broadcast({"x": given}, timeout_s=60)["x"]
-        return str(received.device), float(received.mean()), current().transfer.routes()
+        return str(received.device), float(received.mean()), current().transfer.routes
 
     def put_on_gpu(self, channel: Channel, count: int) -> None:
         for n in range(count):

@@ -146,6 +146,14 @@ def test_a_failing_init_is_raised_by_launch_and_leaves_nothing(cluster: Cluster)
     Echo.launch(cluster, name="broken", placement="0").close()
 
 
+def test_a_launch_with_more_than_can_be_sent_is_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "MAX_LAUNCH_BYTES", 1000)
+    with pytest.raises(UserError, match=r"large is launched with \d+ bytes of arguments, 1000 can be sent"):
+        Echo.launch(cluster, name="large", placement="0", data=bytes(2000))
+
+
 def test_wrong_names_and_placements_are_refused(cluster: Cluster, echo: WorkerGroup[Echo]) -> None:
     with pytest.raises(PlanError, match="a group 'echo' already"):
         Echo.launch(cluster, name="echo")

@@ -52,13 +52,13 @@ def test_a_result_that_cannot_be_decoded_fails_every_wait_alike() -> None:
 def test_the_first_outcome_of_a_rank_counts() -> None:
     handle = Handle("w.m", TARGETS[:1])
     handle.fill(0, Reply(False, 1.0, {}, lambda: 7))
-    handle.fill(0, Reply.lost(PeerDiedError("late news")))
+    handle.lose(0, "is late news")
     assert handle.wait(1) == [7]
 
 
 def test_what_is_known_so_far_can_be_asked_at_any_time() -> None:
     handle = Handle("w.m", TARGETS)
-    handle.fill(0, Reply.lost(PeerDiedError("gone")))
+    handle.lose(0, "is gone")
     assert not handle.done() and not handle.ended(0.01)
     assert [outcome is None for outcome in handle.so_far()] == [False, True]
     with pytest.raises(StuckError, match=r"has not ended on w\[1\] within 0 s"):

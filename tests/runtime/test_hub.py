@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rill.errors import ConfigError, PeerDiedError, RunError, StuckError
-from rill.runtime.address import Site, WorkerAddress
+from rill.runtime.address import STORE_GROUP, Site, WorkerAddress
 from rill.runtime.context import RuntimeContext
 from rill.runtime.hub import journal as hub_journal
 from rill.runtime.hub.client import HubClient
@@ -32,15 +32,15 @@ def hub(tmp_path: Path) -> Iterator[HubProcess]:
 
 @pytest.fixture
 def client(hub: HubProcess) -> Iterator[HubClient]:
-    client = HubClient(hub.endpoint, "driver[0]#0")
+    client = HubClient(hub.endpoint, "driver[0]#0").start()
     yield client
     client.close()
 
 
 def test_an_address_can_be_waited_for_before_it_is_told(hub: HubProcess, client: HubClient) -> None:
-    other = HubClient(hub.endpoint, "w[0]#0")
+    other = HubClient(hub.endpoint, "w[0]#0").start()
     found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(other.find("driver[0]", 20)))
+    waiter = threading.Thread(target=lambda: found.append(other.call("registry.find", "driver[0]", 20)))
     waiter.start()
     client.call("registry.register", {"address": "tcp://5"}, 20)
     waiter.join(20)
@@ -49,12 +49,12 @@ def test_an_address_can_be_waited_for_before_it_is_told(hub: HubProcess, client:
 
 
 def test_a_search_that_gave_up_is_waited_for_by_nobody(client: HubClient) -> None:
-    with pytest.raises(StuckError, match="'driver"):
-        client.find("driver[0]", 0.05)
+    with pytest.raises(StuckError, match="registry.find"):
+        client.call("registry.find", "driver[0]", 0.05)
     client.call("registry.sync", None, 20)
     assert not client._asked
     client.call("registry.register", {"address": 1}, 20)
-    assert client.find("driver[0]", 20) == 1
+    assert client.call("registry.find", "driver[0]", 20) == 1
 
 
 def test_a_refusal_arrives_as_the_error_it_names(client: HubClient) -> None:
@@ -67,7 +67,7 @@ def test_something_that_cannot_be_sent_fails_by_itself_and_keeps_the_line_open(c
     with pytest.raises(RunError, match="cannot be sent"):
         client.call("registry.register", {"address": object()}, 20)
     client.call("registry.register", {"address": 1}, 20)
-    assert client.find("driver[0]", 20) == 1
+    assert client.call("registry.find", "driver[0]", 20) == 1
 
 
 def test_an_unknown_method_is_refused_and_the_hub_goes_on(client: HubClient) -> None:
@@ -77,16 +77,16 @@ def test_an_unknown_method_is_refused_and_the_hub_goes_on(client: HubClient) -> 
 
 
 def test_a_wait_for_the_hub_has_a_deadline(tmp_path: Path) -> None:
-    nobody = HubClient(f"ipc://{tmp_path}/none.sock", "driver[0]#0")
+    nobody = HubClient(f"ipc://{tmp_path}/none.sock", "driver[0]#0").start()
     with pytest.raises(StuckError, match=r"registry\.sync within 0\.3 s"):
         nobody.call("registry.sync", None, 0.3)
     nobody.close()
 
 
 def test_a_relaunched_rank_ends_its_earlier_self(hub: HubProcess, client: HubClient) -> None:
-    first = HubClient(hub.endpoint, "w[0]#0")
+    first = HubClient(hub.endpoint, "w[0]#0").start()
     first.call("registry.sync", None, 20)
-    second = HubClient(hub.endpoint, "w[0]#1")
+    second = HubClient(hub.endpoint, "w[0]#1").start()
     second.call("registry.sync", None, 20)
     with pytest.raises((PeerDiedError, RunError), match="takes this process for dead"):
         first.call("registry.sync", None, 20)
@@ -94,10 +94,26 @@ def test_a_relaunched_rank_ends_its_earlier_self(hub: HubProcess, client: HubCli
     second.close()
 
 
+def test_who_has_ended_is_not_waited_for_but_a_store_server_is(hub: HubProcess, client: HubClient) -> None:
+    for name in ("w[0]", f"{STORE_GROUP}node1[0]"):
+        first = HubClient(hub.endpoint, f"{name}#0").start()
+        first.call("registry.register", {"address": 7}, 20)
+        assert client.call("registry.find", name, 20) == 7
+        client.submit("registry.died", [f"{name}#0", "killed by SIGKILL"])
+        error, said = (PeerDiedError, "is gone: killed") if name == "w[0]" else (StuckError, "registry.find")
+        with pytest.raises(error, match=said):
+            client.call("registry.find", name, 20 if error is PeerDiedError else 0.2)
+        first.close()
+        again = HubClient(hub.endpoint, f"{name}#1").start()
+        again.call("registry.register", {"address": 8}, 20)
+        assert client.call("registry.find", name, 20) == 8
+        again.close()
+
+
 def test_a_process_that_is_slow_to_start_hears_of_those_who_died_before_it_and_calls_none_of_them(
     hub: HubProcess, client: HubClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = HubClient(hub.endpoint, "w[0]#0")
+    lost = HubClient(hub.endpoint, "w[0]#0").start()
     lost.sync(20)
     client.submit("registry.died", ["w[0]#0", "killed by SIGKILL"])
     client.sync(20)
@@ -144,9 +160,9 @@ def test_killing_the_hub_loses_no_call_and_repeats_none(hub: HubProcess, client:
 def test_an_answer_that_the_hub_owed_when_it_was_killed_still_comes(
     hub: HubProcess, client: HubClient
 ) -> None:
-    other = HubClient(hub.endpoint, "w[0]#0")
+    other = HubClient(hub.endpoint, "w[0]#0").start()
     found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(other.find("driver[0]", 30)))
+    waiter = threading.Thread(target=lambda: found.append(other.call("registry.find", "driver[0]", 30)))
     waiter.start()
     time.sleep(0.3)
     hub.kill()

@@ -43,9 +43,7 @@ class Turns:
         self.asked: dict[str, int] = {}
         for group, ranks in devices_of.items():
             for rank, devices in enumerate(ranks):
-                self.hub.join(
-                    f"{group}[{rank}]#0", group=group, rank=rank, world_size=len(ranks), devices=devices
-                )
+                self.hub.join(f"{group}[{rank}]#0", world_size=len(ranks), devices=devices)
         for name in ("prompts", "rollouts"):
             self.hub.call("driver[0]#0", "broker.create", ChannelOptions(name))
 
@@ -104,11 +102,11 @@ def test_a_group_gets_all_its_devices_or_none() -> None:
 
 def test_a_group_waits_until_it_is_known_what_all_its_ranks_need() -> None:
     turns = Turns(b=[[1]])
-    turns.hub.join("a[0]#0", group="a", rank=0, world_size=2, devices=[0])
+    turns.hub.join("a[0]#0", world_size=2, devices=[0])
     turns.ask("a[0]")
     turns.ask("b[0]")
     assert turns.is_in("b[0]") and not turns.is_in("a[0]")
-    turns.hub.join("a[1]#0", group="a", rank=1, world_size=2, devices=[1])
+    turns.hub.join("a[1]#0", world_size=2, devices=[1])
     assert not turns.is_in("a[0]")
     turns.leave("b[0]")
     turns.offload("b[0]")
@@ -348,9 +346,7 @@ class OneOwnerPerDevice(RuleBasedStateMachine):
     def join(self, worker: tuple[str, int]) -> None:
         group, rank = worker
         devices = self.GROUPS[group]
-        self.hub.join(
-            self.client(worker), group=group, rank=rank, world_size=len(devices), devices=devices[rank]
-        )
+        self.hub.join(self.client(worker), world_size=len(devices), devices=devices[rank])
 
     def pick(self, n: int) -> tuple[str, int]:
         return self.workers[n % len(self.workers)]

@@ -92,7 +92,7 @@ def test_messages_arrive_once_and_in_order_over_a_connection_that_is_cut_again_a
 ) -> None:
     here, there = boxes
     arrived: list[int] = []
-    there.on(b"n", lambda frames: arrived.append(int(frames[0])))
+    there.on(b"n", lambda _, frames: arrived.append(int(frames[0])))
     for box in boxes:
         box.start()
     proxy = CuttingProxy(there.tcp_endpoint)
@@ -118,7 +118,7 @@ def test_what_was_posted_may_be_changed_at_once_also_when_it_is_sent_again(
 ) -> None:
     here, there = boxes
     arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    there.on(b"n", lambda frames: arrived.put(bytes(frames[0])))
+    there.on(b"n", lambda _, frames: arrived.put(bytes(frames[0])))
     for box in boxes:
         box.start()
     proxy = CuttingProxy(there.tcp_endpoint)
@@ -138,21 +138,22 @@ def test_what_was_posted_may_be_changed_at_once_also_when_it_is_sent_again(
 
 def test_a_sender_keeps_nothing_that_was_confirmed(boxes: tuple[Mailbox, Mailbox]) -> None:
     here, there = boxes
-    there.on(b"n", lambda _: None)
+    there.on(b"n", lambda *_: None)
     for box in boxes:
         box.start()
     for _ in range(100):
         here.post(there.endpoint, [b"n"])
     peer = here._peers[there.endpoint]
-    assert becomes_true(lambda: not peer.outgoing.unconfirmed())
+    assert becomes_true(lambda: not peer.outgoing.unconfirmed)
 
 
 def test_calls_and_answers_survive_cut_connections_and_run_once(boxes: tuple[Mailbox, Mailbox]) -> None:
     here, there = boxes
     out, back = CuttingProxy(there.tcp_endpoint), CuttingProxy(here.tcp_endpoint)
+    here.tcp_endpoint = back.endpoint  # where answers go
     driver = WorkerAddress("driver", 0, "n0", 1, here.endpoint, back.endpoint)
     worker = WorkerAddress("w", 0, "n1", 1, there.endpoint, out.endpoint)
-    calls = Calls(here, driver, lambda frames: wire.decode(frames[1], frames[2:]))
+    calls = Calls(here, driver, lambda frames, _: wire.decode(frames[1], frames[2:]), {})
     ran: list[int] = []
 
     class There:
@@ -165,8 +166,8 @@ def test_calls_and_answers_survive_cut_connections_and_run_once(boxes: tuple[Mai
             def pack(encoded: wire.Encoded, _: Any) -> list[Any]:
                 return pack_inline(encoded)
 
-    def serve(frames: list[Any]) -> None:
-        call = Call.read(frames)
+    def serve(sender: str, frames: list[Any]) -> None:
+        call = Call.read(sender, frames)
         ((n,), _) = wire.decode(call.payload[1], call.payload[2:])
         ran.append(n)
         call.answer(There, n + 1, 0.0, {})  # type: ignore[arg-type]
@@ -196,11 +197,13 @@ def test_a_call_to_the_dead_fails_and_so_does_one_that_waits_for_them(boxes: tup
     here, there = boxes
     for box in boxes:
         box.start()
-    calls = Calls(here, WorkerAddress("driver", 0, "n0", 1, here.endpoint), lambda _: None)
+    dead: dict[str, str] = {}
+    calls = Calls(here, WorkerAddress("driver", 0, "n0", 1, here.endpoint), lambda *_: None, dead)
     targets = [WorkerAddress("w", n, "n0", 1, there.endpoint) for n in range(2)]
-    there.on(CALL, lambda _: None)
+    there.on(CALL, lambda *_: None)
     waiting = Handle("w.m", targets)
     calls.call(waiting, "m", [b"", b""])
+    dead["w[1]#0"] = "lightning"
     calls.peer_died("w[1]#0", "lightning")
     with pytest.raises(PeerDiedError, match=r"w\[1\] died during a call: lightning"):
         waiting.wait(5)
@@ -216,16 +219,5 @@ def test_another_process_at_the_same_address_is_another_stream() -> None:
         for n in range(1, 4):
             seq = outgoing.number([b"x"])
             assert seq == n
-            assert incoming.is_next(Letter(outgoing.token, bytes(8), 0, seq, "", []), 1)
-            assert not incoming.is_next(Letter(outgoing.token, bytes(8), 0, seq, "", []), 1), "twice"
-
-
-def test_a_gap_is_asked_for_once() -> None:
-    outgoing, incoming = Outgoing(), Incoming()
-    letters = [Letter(outgoing.token, bytes(8), 0, outgoing.number([b"x"]), "", []) for _ in range(5)]
-    assert incoming.is_next(letters[0], 1)
-    for letter in letters[2:]:
-        assert not incoming.is_next(letter, 1)
-    assert [incoming.must_ask(letter.seq) for letter in letters[2:]] == [True, False, False]
-    outgoing.confirm(incoming.told())
-    assert [seq for seq, _ in outgoing.unconfirmed()] == [2, 3, 4, 5]
+            assert incoming.is_next(Letter(outgoing.token, bytes(8), 0, seq, "", []))
+            assert not incoming.is_next(Letter(outgoing.token, bytes(8), 0, seq, "", [])), "twice"

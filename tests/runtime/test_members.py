@@ -150,21 +150,22 @@ def test_the_hub_follows_the_ranks_of_a_group_and_tells_everybody() -> None:
     hub.join("driver[0]#0")
     membership = hub.machine.membership
     assert membership.ranks("g") == {0}
-    hub.join("g[0]#0", group="g", rank=0, world_size=2, devices=[0])
-    assert (membership.ranks("g"), membership.is_seated("g")) == ({0, 1}, False), "before the driver's word"
     hub.send("driver[0]#0", "registry.group", word("g", 1, {0: 0, 1: 0}))
-    hub.join("g[1]#0", group="g", rank=1, world_size=2, devices=[1])
+    hub.join("g[0]#0", devices=[0])
+    assert (membership.ranks("g"), membership.is_seated("g")) == ({0, 1}, False)
+    hub.send("driver[0]#0", "registry.group", word("g", 2, {0: 0, 1: 0}))
+    hub.join("g[1]#0", devices=[1])
     assert membership.is_seated("g") and membership.devices_of("g") == {0, 1}
-    hub.join("g[2]#0", group="g", rank=2, world_size=3, devices=[2])
+    hub.join("g[2]#0", devices=[2])
     assert membership.devices_of("g") == {0, 1}, "it is no member yet"
-    hub.send("driver[0]#0", "registry.group", word("g", 2, {0: 0, 2: 0}))
-    assert (membership.ranks("g"), membership.world_size("g")) == ({0, 2}, 2)
+    hub.send("driver[0]#0", "registry.group", word("g", 3, {0: 0, 2: 0}))
+    assert membership.ranks("g") == {0, 2}
     assert membership.is_seated("g") and membership.devices_of("g") == {0, 2}
     changes = [body for topic, body in hub.pushes["g[0]#0"] if topic == "group_changed"]
     assert [change["ranks"] for change in changes] == [[0, 1], [0, 2]]
-    hub.send("driver[0]#0", "registry.group", word("g", 3, {0: 1}))
+    hub.send("driver[0]#0", "registry.group", word("g", 4, {0: 1}))
     assert not membership.is_seated("g"), "moved: its devices are not known yet"
-    hub.join("g[0]#1", group="g", rank=0, world_size=1, devices=[5])
+    hub.join("g[0]#1", devices=[5])
     assert membership.is_seated("g") and membership.devices_of("g") == {5}
     hub.restart_from_journal()
     assert hub.machine.membership.devices_of("g") == {5}

@@ -30,7 +30,7 @@ class Inbox:
     def __init__(self, folder: Path) -> None:
         self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.mailbox = Mailbox(f"ipc://{folder}/inbox", tcp_host="127.0.0.1", key=KEY)
-        self.mailbox.on(b"kind", self.arrived.put)
+        self.mailbox.on(b"kind", lambda _, frames: self.arrived.put(frames))
         self.mailbox.start()
 
 
@@ -84,10 +84,10 @@ class TcpHub(HubProcess):
 def test_the_hub_answers_its_session_and_nobody_else_on_tcp(tmp_path: Path) -> None:
     hub = TcpHub(tmp_path)
     clients = [
-        HubClient(hub.tcp, "member[0]#0", KEY),
-        HubClient(hub.tcp, "stranger[0]#0"),
-        HubClient(hub.tcp, "stranger[1]#0", SessionKey.new()),
-        HubClient(hub.endpoint, "neighbour[0]#0"),
+        HubClient(hub.tcp, "member[0]#0", KEY).start(),
+        HubClient(hub.tcp, "stranger[0]#0").start(),
+        HubClient(hub.tcp, "stranger[1]#0", SessionKey.new()).start(),
+        HubClient(hub.endpoint, "neighbour[0]#0").start(),
     ]
     member, *strangers, neighbour = clients
     member.call("registry.sync", None, 20)

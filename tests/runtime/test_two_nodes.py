@@ -15,6 +15,7 @@ from rill import Channel, Cluster
 from rill.errors import PeerDiedError, StuckError
 from rill.runtime.group import WorkerGroup
 from rill.runtime.process.backend import LocalBackend
+from rill.runtime.transfer import store as store_module
 from tests.runtime.figure_five import run
 from tests.runtime.leftovers import hub_pid
 from tests.runtime.two_hosts_script import Host
@@ -74,7 +75,7 @@ def test_an_item_that_could_not_be_fetched_is_not_finished(
     cluster: Cluster, group: WorkerGroup[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetcher = cluster.context.store._fetch
-    monkeypatch.setattr(fetcher, "_timeout_s", 1.0)
+    monkeypatch.setattr(store_module, "_FETCH_WAIT_S", 1.0)
     monkeypatch.setattr(fetcher, "_clients", {})
     channel = Channel.create(cluster, "items3")
     group.on(1).produce(channel, 3).wait(60)

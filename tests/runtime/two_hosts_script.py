@@ -25,7 +25,7 @@ class Host(Worker):
 
     def send_array(self, size: int) -> dict[str, int]:
         self.send({"array": np.arange(size, dtype=np.int32), "text": "x" * 70_000}, self.group_name, 1)
-        return current().transfer.routes()
+        return current().transfer.routes
 
     def receive_array(self) -> int:
         received = self.recv(self.group_name, 0, timeout_s=60)

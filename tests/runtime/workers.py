@@ -101,7 +101,7 @@ class Echo(Worker):
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
     def find(self, name: str) -> Any:
-        return current().hub.find(name, 60)
+        return current().hub.call("registry.find", name, 60)
 
     def take_one(self, channel: Channel) -> Any:
         return channel.take(20)
@@ -158,11 +158,11 @@ class Peer(Worker):
         return is_right
 
     def routes(self) -> dict[str, int]:
-        return current().transfer.routes()
+        return current().transfer.routes
 
     @concurrent
     def num_lent(self) -> int:
-        return current().parcels.num_lent()
+        return len(current().parcels.lent)
 
     def to_myself(self) -> bool:
         value = [object()]

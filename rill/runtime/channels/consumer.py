@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from rill.runtime.channels.lease import Lease
 from rill.runtime.channels.producer import Producer, came_while_lending
-from rill.runtime.hub.answer import Asked
-from rill.runtime.hub.messages import Cancel, GiveBack, Grant, GrantKind, Item, Puts, Release, Take
+from rill.runtime.hub.client import Asked
+from rill.runtime.hub.messages import Cancel, GiveBack, Grant, Item, Puts, Release, Take
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
 from rill.runtime.transfer.wire import decode
@@ -39,8 +39,6 @@ SETTLE_S = 0.01
 
 
 class Consumer:
-    """Thread-safe."""
-
     def __init__(self, context: RuntimeContext, producer: Producer) -> None:
         self.name = producer.name
         self._context = context
@@ -126,8 +124,8 @@ class Consumer:
 
     def _accept(self, take: Take, grant: Grant) -> list[Item]:
         """Of what was granted without keys the first is wanted, the rest is read ahead."""
-        if grant.kind is not GrantKind.ITEMS:
-            self._is_passing = grant.kind is GrantKind.EPOCH_END
+        if not grant.items:
+            self._is_passing = grant.is_end
             return []
         num_wanted = 1 if take.keys is None else len(grant.items)
         with self._lock:
@@ -161,9 +159,9 @@ class Consumer:
         return decode(item.inline[0], [bytearray(part) for part in item.inline[1:]], device=device)
 
     def _return_grant(self, grant: Grant) -> None:
-        if grant.kind is GrantKind.ITEMS:
+        if grant.items:
             self._hub.submit("broker.give_back", GiveBack(self.name, [item.id for item in grant.items]))
-        elif grant.kind is GrantKind.EPOCH_END:
+        elif grant.is_end:
             self._hub.submit("broker.unend", self.name)
 
     def give_back(self, ids: list[int], puts: list[Puts], error: str) -> None:
@@ -190,7 +188,6 @@ class Consumer:
             self._return_ahead()
 
     def close(self) -> None:
-        """Nothing will be taken here any more."""
         self.return_ahead()
         self._hub.remove_ticker(self._tick)
 

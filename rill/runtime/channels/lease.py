@@ -102,12 +102,6 @@ class Lease:
         else:
             self._puts.append(Puts(channel, [item]))
 
-    def send_puts(self) -> None:
-        """A wait is coming: what was put so far goes now, and is no longer undone if this lease fails."""
-        if self._puts and self.state is LeaseState.OPEN:
-            puts, self._puts = self._puts, []
-            self._consumer.producer.send([], puts)
-
     def finish(self) -> None:
         """As `done`, but without waiting for room: the hub keeps what has none."""
         if self.state is LeaseState.OPEN:
@@ -164,10 +158,13 @@ def _settle(leases: tuple[Lease, ...]) -> None:
 
 
 def before_wait() -> None:
-    """This thread or task is about to wait for somebody, who may need what it has put."""
+    """This thread or task is about to wait for somebody, who may need what it has put: that goes now, and is no longer
+    undone if its lease fails."""
     if joined() is not None:
         for lease in _joined.get():
-            lease.send_puts()
+            if lease._puts:
+                puts, lease._puts = lease._puts, []
+                lease._consumer.producer.send([], puts)
 
 
 waits.before.append(before_wait)

@@ -15,11 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rill import errors
 from rill.errors import RillError, RunError, StuckError
 from rill.runtime.channels.lease import joined
-from rill.runtime.hub.answer import Asked
-from rill.runtime.hub.client import ANSWER_S
+from rill.runtime.hub.client import ANSWER_S, Asked, as_error
 from rill.runtime.hub.messages import Cancel, Commit, Done, Item, Puts
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
@@ -40,7 +38,6 @@ class Producer:
         self.name = name
         self.is_bounded = is_bounded
         self.timeout_s = timeout_s
-        """The deadline of every wait that gives none of its own."""
         self._context = context
         self._hub = context.hub
         self.recorder: Recorder = context.recorder
@@ -156,7 +153,7 @@ class Producer:
     def _fail(self, note: Any) -> None:
         channels, kind, message = note
         if self.name in channels:
-            self._error = vars(errors).get(kind, RunError)(message)
+            self._error = as_error(kind, message)
 
 
 def came_while_lending(context: RuntimeContext, asked: Asked[Any], limit_s: float) -> bool:

@@ -40,11 +40,9 @@ class Recorder:
         waits.after.remove(self._waited)
 
     def begin(self, method: str) -> None:
-        """This thread begins a call."""
         self._calls[threading.get_ident()] = self._record(method)
 
     def end(self) -> None:
-        """It has ended."""
         record = self._calls.pop(threading.get_ident(), None)
         if record is not None:
             self._tell(record, is_whole=True)
@@ -67,7 +65,6 @@ class Recorder:
             record.turns.append(TurnRecord(devices, now_s - seconds, now_s))
 
     def loaded(self, seconds: float) -> None:
-        """Memory came in for this thread's call."""
         if record := self._calls.get(threading.get_ident()):
             record.onload_s += seconds
 

@@ -57,7 +57,6 @@ class Accelerator:
 
 
 def accelerator(name: str) -> Accelerator:
-    """The kind of that name."""
     made = ACCELERATORS.load(name)()
     assert isinstance(made, Accelerator), f"{name} is registered as {ACCELERATORS[name]}, no Accelerator"
     return made

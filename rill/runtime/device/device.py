@@ -25,7 +25,6 @@ class Device:
     index: int = 0
     """Counts the devices of this kind on its node, from 0. For cuda: the GPU's own number."""
     id: int = -1
-    """The global id, unique in the cluster."""
     node_id: str = LOCAL_NODE
     labels: frozenset[str] = frozenset()
     """Names that a placement can select by, e.g. "h200" or "lab-a"."""
@@ -49,8 +48,6 @@ def num_own_cores() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine of the cluster."""
-
     node_id: str
     host: str = "127.0.0.1"
     """An address that the other nodes can reach."""
@@ -126,7 +123,6 @@ def on_node(devices: Sequence[Device], node: Node) -> list[Device]:
 
 
 def number(devices: Sequence[Device], first: int = 0) -> tuple[Device, ...]:
-    """Give global ids in order, from `first`."""
     return tuple(replace(device, id=first + n) for n, device in enumerate(devices))
 
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 from rill.errors import RunError
 from rill.runtime.context import RuntimeContext, current
-from rill.runtime.hub.answer import Asked
 from rill.runtime.hub.messages import Acquire, Evict, Evicted
 from rill.runtime.process.report import stuck, waiting
 from rill.telemetry import trace
@@ -39,7 +38,6 @@ DEFAULT_TIMEOUT_S = 3600.0
 
 
 def device_lock_of(worker: Worker) -> DeviceLock:
-    """The lock of this worker; one per process."""
     context = current()
     with context.lock:
         if context.device_lock is None:
@@ -110,7 +108,10 @@ class DeviceLock:
         the jobs that are made with them.
         """
         if not channels:
-            self._hurry()
+            with self._asking:
+                self._num_urgent += 1
+                if self._is_asking:
+                    self._hub.submit("locks.hurry", None)
         me = threading.get_ident()
         with self._turn_lock:
             with self._asking:
@@ -148,7 +149,6 @@ class DeviceLock:
 
     @property
     def is_held_here(self) -> bool:
-        """Whether the calling thread is in a block."""
         return threading.get_ident() in self._users
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class DeviceLock:
         with self._asking:
             is_ready = is_resumed or self._num_urgent > 0
             wish = Acquire(self._device_ids, list(self._channels), is_ready)
-            asked = self._hub.ask("locks.acquire", wish, int, self._release_late)
+            asked = self._hub.ask("locks.acquire", wish, int, self._release)
             self._is_asking = True
         what = f"devices {self._device_ids}"
         try:
@@ -172,7 +172,10 @@ class DeviceLock:
                     raise stuck(self._context, what, timeout_s)
             self._turn = asked.result()
         except BaseException:  # an interrupt, too, must not leave a turn that nobody knows of
-            self._withdraw(asked)
+            if asked.cancel():
+                self._hub.submit("locks.cancel", None)
+            elif asked.exception() is None:
+                self._release(asked.result())
             raise
         finally:
             self._is_asking = False
@@ -186,12 +189,6 @@ class DeviceLock:
             self._give_turn_back()
             raise
 
-    def _hurry(self) -> None:
-        with self._asking:
-            self._num_urgent += 1
-            if self._is_asking:
-                self._hub.submit("locks.hurry", None)
-
     def _onload(self) -> None:
         with self._gate:
             if not self._is_loaded:
@@ -204,15 +201,9 @@ class DeviceLock:
     def _give_turn_back(self) -> None:
         turn, self._turn = self._turn, 0
         self._end_spans()
-        self._hub.submit("locks.release", turn)
+        self._release(turn)
 
-    def _withdraw(self, asked: Asked[int]) -> None:
-        if asked.cancel():
-            self._hub.submit("locks.cancel", None)
-        elif asked.exception() is None:
-            self._release_late(asked.result())
-
-    def _release_late(self, turn: int) -> None:
+    def _release(self, turn: int) -> None:
         self._hub.submit("locks.release", turn)
 
     def _end_spans(self) -> None:

@@ -58,7 +58,10 @@ def resolve(placement: Placement, devices: Sequence[Device]) -> tuple[Seat, ...]
         raise PlanError(f"placement {placement!r} names no device: {_existing(devices)}")
     seats = tuple(Seat(rank, tuple(held)) for rank, held in enumerate(device_lists))
     for seat in seats:
-        _check_one_node(seat, placement)
+        nodes = sorted({device.node_id for device in seat.devices})
+        if len(nodes) != 1:
+            where = f"on {' and '.join(nodes)}: not one node" if nodes else "on no device"
+            raise PlanError(f"placement {placement!r}: process {seat.rank} is {where}")
     return seats
 
 
@@ -81,7 +84,12 @@ def seats_on_free_devices(
 
 
 def _parse(text: str, devices: Sequence[Device]) -> list[list[Device]]:
-    entries = [_match(entry) for entry in _split_entries(text)]
+    entries = []
+    for part in _split_entries(text):
+        match = _ENTRY.match(part)
+        if match is None:
+            raise PlanError(f"placement {part!r} cannot be read: write '0-3', 'all', '0-3:0-7' or 'arm:0'")
+        entries.append(match)
     if not any(entry["ranks"] for entry in entries):
         return [[device] for entry in entries for device in _devices_of(entry, devices, text)]
     held: dict[int, list[Device]] = {}
@@ -114,13 +122,6 @@ def _split_entries(text: str) -> list[str]:
         else:
             entries.append(part)
     return entries
-
-
-def _match(entry: str) -> re.Match[str]:
-    match = _ENTRY.match(entry)
-    if match is None:
-        raise PlanError(f"placement {entry!r} cannot be read: write '0-3', 'all', '0-3:0-7' or 'arm:0'")
-    return match
 
 
 def _devices_of(entry: re.Match[str], devices: Sequence[Device], text: str) -> list[Device]:
@@ -171,16 +172,6 @@ def _pick(ids: Sequence[int], devices: Sequence[Device], text: str) -> list[Devi
     if unknown:
         raise PlanError(f"placement {text!r}: there is no device {unknown[0]}; {_existing(devices)}")
     return [by_id[number] for number in ids]
-
-
-def _check_one_node(seat: Seat, placement: object) -> None:
-    nodes = sorted({device.node_id for device in seat.devices})
-    if not nodes:
-        raise PlanError(f"placement {placement!r}: process {seat.rank} has no device")
-    if len(nodes) > 1:
-        raise PlanError(
-            f"placement {placement!r}: process {seat.rank} is on {' and '.join(nodes)}: not one node"
-        )
 
 
 def _existing(devices: Sequence[Device]) -> str:

@@ -4,27 +4,23 @@ Payloads never come here. Its traffic is one descriptor per item each way, batch
 of the payload. Every take is a lease: a Commit finishes it, together with what was put for it; the holder's death, or
 GiveBack, returns it to the front.
 
-Waits are served in the order they came; one that cannot be met yet (for keys, or an epoch) holds up nobody. `ledger`
-owns the payloads' memory.
+Waits are served in the order they came; one that cannot be met yet (for keys, or an epoch) holds up nobody. The
+`Ledger` frees the payloads' memory.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.hub.channel_state import ChannelState, Entry, ItemState, PutWait, TakeWait, as_key
-from rill.runtime.hub.ledger import Ledger
 from rill.runtime.hub.messages import (
-    EPOCH_END,
-    NOTHING,
     Cancel,
     ChannelOptions,
     Commit,
     GiveBack,
     Grant,
-    GrantKind,
     Release,
     Take,
 )
@@ -38,8 +34,6 @@ ANY_EPOCH = 1 << 62
 
 
 class Broker:
-    """All channels."""
-
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.channels: dict[str, ChannelState] = {}
@@ -52,11 +46,9 @@ class Broker:
     def on_stats(self, client: str, seq: int, name: str) -> Any:
         return self._channel(name).stats()
 
-    def on_all_stats(self, client: str, seq: int, payload: None) -> Any:
-        return {name: channel.stats() for name, channel in self.channels.items()}
-
-    def on_waits(self, client: str, seq: int, payload: None) -> list[tuple[str, str, str, float]]:
-        return self.waits()
+    def on_overview(self, client: str, seq: int, payload: None) -> Any:
+        """All channels and waits, for a stuck-run report."""
+        return {name: channel.stats() for name, channel in self.channels.items()}, self.waits()
 
     def waits(self) -> list[tuple[str, str, str, float]]:
         """Who waits on which channel: (client, channel, "put" or "take", since)."""
@@ -77,12 +69,9 @@ class Broker:
         return True
 
     def _channel(self, name: str) -> ChannelState:
-        try:
-            return self.channels[name]
-        except KeyError:
-            raise ServiceError(
-                "ChannelClosedError", f"channel {name!r} does not exist in this cluster"
-            ) from None
+        if name not in self.channels:
+            raise ServiceError("ChannelClosedError", f"channel {name!r} does not exist in this cluster")
+        return self.channels[name]
 
     def _open_channel(self, name: str) -> ChannelState:
         channel = self._channel(name)
@@ -108,7 +97,7 @@ class Broker:
         channel.num_queued = channel.queued_bytes = 0
         for entry in dropped:
             self._drop(channel, entry)
-        self._machine.changed_channels.add(name)
+        self._machine.has_moved_items = True
         return True
 
     # --- putting and finishing ----------------------------------------------------------------------------
@@ -128,27 +117,25 @@ class Broker:
             return None
         for done in commit.done:
             self._finish(self._channel(done.channel), client, done.ids)
-        is_waiting = False
         producer = name_of(client)
         for channel, puts in zip(targets, commit.puts, strict=True):
             entries = [channel.new_entry(producer, item) for item in puts.items]
             if channel.is_bounded and commit.wants_reply:
-                self._enter(channel, PutWait(client, seq, deque(entries), self._machine.now_s))
-                is_waiting = True
+                channel.puts.append(PutWait(client, seq, deque(entries), self._machine.now_s))
+                self._entering[client, seq] = self._entering.get((client, seq), 0) + 1
             else:
                 for entry in entries:
-                    channel.admit(entry, self._machine.now_s)
-        for channel in targets:
+                    channel.admit(entry)
+        is_waiting = (client, seq) in self._entering
+        for channel in (*targets, *(self._channel(done.channel) for done in commit.done)):
             self._serve(channel)
-        for done in commit.done:
-            self._serve(self._channel(done.channel))
         return None if is_waiting or not commit.wants_reply else 0
 
     def _finish(self, channel: ChannelState, client: str, ids: list[int]) -> None:
         held, items = self._held(client, channel.name), channel.items
         entries = [items[item_id] for item_id in dict.fromkeys(ids) if item_id in held]
         leased = [entry for entry in entries if entry.state is ItemState.LEASED]
-        channel.finish(leased, name_of(client), self._machine.now_s)
+        channel.finish(leased, name_of(client))
         for entry in entries:
             if entry.item.ref is None or entry.is_released:
                 self._forget(channel, held, entry)
@@ -170,11 +157,11 @@ class Broker:
         self._serve(channel)
 
     def on_cancel(self, client: str, seq: int, cancel: Cancel) -> None:
-        """A take is answered with NOTHING, a commit with what was left out, unless it was answered already."""
+        """A take is answered with nothing, a commit with what was left out, unless it was answered already."""
         channel = self._channel(cancel.channel)
         for take in [t for t in channel.takes if (t.client, t.seq) == (client, cancel.seq)]:
             channel.takes.remove(take)
-            self._machine.reply(client, take.seq, NOTHING)
+            self._machine.reply(client, take.seq, Grant([]))
         for put in [p for p in channel.puts if (p.client, p.seq) == (client, cancel.seq)]:
             channel.puts.remove(put)
             for entry in put.entries:
@@ -228,12 +215,6 @@ class Broker:
         """The ids that a client holds of a channel, to be changed in place."""
         return self._leases.setdefault(client, {}).setdefault(channel, set())
 
-    def _enter(self, channel: ChannelState, wait: PutWait) -> None:
-        """A part of a commit that is answered when the last of its parts is in."""
-        key = (wait.client, wait.seq)
-        self._entering[key] = self._entering.get(key, 0) + 1
-        channel.puts.append(wait)
-
     def _entered(self, wait: PutWait, num_left_out: int = 0) -> None:
         key = (wait.client, wait.seq)
         self._entering[key] -= 1
@@ -248,25 +229,21 @@ class Broker:
         while True:
             self._serve_puts(channel)
             channel.drain(self._machine.num_events)
-            if not channel.takes or not self._serve_takes(channel):
+            num_before = len(channel.takes)
+            channel.takes = [wait for wait in channel.takes if not self._grant(channel, wait)]
+            if len(channel.takes) == num_before:
                 break
-        self._machine.changed_channels.add(channel.name)
+        self._machine.has_moved_items = True
 
     def _serve_puts(self, channel: ChannelState) -> None:
         while channel.puts:
             wait = channel.puts[0]
             while wait.entries and channel.has_room_for(wait.entries[0]):
-                channel.admit(wait.entries.popleft(), self._machine.now_s)
+                channel.admit(wait.entries.popleft())
             if wait.entries:
                 return
             channel.puts.popleft()
             self._entered(wait)
-
-    def _serve_takes(self, channel: ChannelState) -> bool:
-        """Grant what can be granted; true when something was."""
-        before = len(channel.takes)
-        channel.takes = [wait for wait in channel.takes if not self._grant(channel, wait)]
-        return len(channel.takes) < before
 
     def _grant(self, channel: ChannelState, wait: TakeWait) -> bool:
         """Items, or, where a loop's epoch is over, its end."""
@@ -287,13 +264,13 @@ class Broker:
                     return False
                 channel.consumer_epoch[name] += 1
                 channel.passing.add(wait.client)
-                self._machine.reply(wait.client, wait.seq, EPOCH_END)
+                self._machine.reply(wait.client, wait.seq, Grant([], is_end=True))
                 return True
         held = self._held(wait.client, channel.name)
         for entry in found:
-            channel.lease(entry, wait.client)
+            channel.lease(entry)
             held.add(entry.id)
-        self._machine.reply(wait.client, wait.seq, Grant(GrantKind.ITEMS, [entry.item for entry in found]))
+        self._machine.reply(wait.client, wait.seq, Grant([entry.item for entry in found]))
         return True
 
     # --- epochs -------------------------------------------------------------------------------------------
@@ -323,10 +300,8 @@ class Broker:
             return False
         names = ended | channel.put_in_epoch.get(channel.epoch, set())
         groups = {group_of(name) for name in names if name != channel.creator}
-        return all(self._has_ended(group, ended) for group in groups)
-
-    def _has_ended(self, group: str, ended: set[str]) -> bool:
-        return all(f"{group}[{rank}]" in ended for rank in self._machine.membership.ranks(group))
+        ranks = self._machine.membership.ranks
+        return all(f"{group}[{rank}]" in ended for group in groups for rank in ranks(group))
 
     def members_changed(self) -> None:
         """A group has other ranks now: an epoch may have ended with those that left."""
@@ -336,7 +311,6 @@ class Broker:
                 self._serve(channel)
 
     def on_pass_end(self, client: str, seq: int, name: str) -> None:
-        """The call whose loop met the epoch's end has ended well."""
         self._channel(name).passing.discard(client)
 
     def on_unend(self, client: str, seq: int, name: str) -> None:
@@ -367,8 +341,52 @@ class Broker:
 
     def _refs(self) -> Iterator[Ref | None]:
         for channel in self.channels.values():
-            for entry in channel.items.values():
+            waiting = (entry for wait in channel.puts for entry in wait.entries)
+            for entry in (*channel.items.values(), *waiting):
                 yield entry.item.ref
-            for wait in channel.puts:
-                for entry in wait.entries:
-                    yield entry.item.ref
+
+
+class Ledger:
+    """Whose memory is free: tells owners when a payload is no longer needed, and ends the files of dead owners."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._free: dict[str, list[tuple[str, int]]] = {}
+        self._orphans: dict[str, int] = {}
+        """Store segments of dead processes -> how many items still lie in them."""
+
+    def free(self, ref: Ref | None) -> None:
+        """Tell the owner of the memory, or count down to the file's end when the owner is dead."""
+        if ref is None:
+            return
+        if self._machine.membership.is_alive(ref.owner):
+            self._free.setdefault(ref.owner, []).append(ref.slot)
+        elif ref.segment in self._orphans:
+            self._orphans[ref.segment] -= 1
+            if self._orphans[ref.segment] == 0:
+                del self._orphans[ref.segment]
+                self._unlink(ref.segment)
+
+    def tell(self) -> None:
+        """At the end of an event: one message per owner of freed memory."""
+        if self._free:
+            free, self._free = self._free, {}
+            for owner, slots in free.items():
+                self._machine.push(owner, "store_free", slots)
+
+    def end_owner(self, client: str, refs: Iterable[Ref | None]) -> None:
+        """Memory that outlives its process: count what still lies there, delete the rest."""
+        self._free.pop(client, None)
+        kept: dict[str, int] = {}
+        for ref in refs:
+            if ref is not None and ref.owner == client:
+                kept[ref.segment] = kept.get(ref.segment, 0) + 1
+        self._orphans.update(kept)
+        self._unlink([client, sorted(kept)])
+
+    def _unlink(self, order: Any) -> None:
+        """A file's name, or [dead owner, files to keep]: for the hub's own node and every node's store server."""
+        self._machine.unlinks.append(order)
+        for member, info in self._machine.membership.members.items():
+            if info.get("serves_store"):
+                self._machine.push(member, "store_unlink", order)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from rill.runtime.hub.history import Flowed
 from rill.runtime.hub.messages import ChannelOptions, Item, Take
 from rill.runtime.hub.service import group_of
 
@@ -35,15 +36,11 @@ class ItemState(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An item as the broker keeps it."""
-
     id: int
     epoch: int
     producer: str
     item: Item
     state: ItemState = ItemState.QUEUED
-    client: str = ""
-    """Who leases it."""
     is_released: bool = False
     """Its consumer looks at the memory no more, though it is not done yet."""
     num_failures: int = 0
@@ -59,27 +56,11 @@ class PutWait(NamedTuple):
 
 
 class TakeWait(NamedTuple):
-    """A consumer that waits for items."""
-
     client: str
     seq: int
     take: Take
     keys: list[Any] | None
     since_s: float
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What one worker put into a channel or finished of it."""
-
-    num_items: int = 0
-    num_bytes: int = 0
-    last_s: float = 0.0
-
-    def count(self, num_bytes: int, now_s: float) -> None:
-        self.num_items += 1
-        self.num_bytes += num_bytes
-        self.last_s = now_s
 
 
 class ChannelState:
@@ -109,8 +90,8 @@ class ChannelState:
         """Clients that were told of an epoch's end and have not said what came of it: dead, they meet it again."""
         self.puts: deque[PutWait] = deque()
         self.takes: list[TakeWait] = []
-        self.producers: defaultdict[str, Traffic] = defaultdict(Traffic)
-        self.consumers: defaultdict[str, Traffic] = defaultdict(Traffic)
+        self.producers: defaultdict[str, Flowed] = defaultdict(Flowed)
+        self.consumers: defaultdict[str, Flowed] = defaultdict(Flowed)
         self.num_redelivered = 0
         self.num_set_aside = 0
         self.set_aside: list[dict[str, Any]] = []
@@ -138,10 +119,10 @@ class ChannelState:
         num_bytes = self.queued_bytes + entry.item.num_bytes
         return options.capacity_bytes is None or num_bytes <= options.capacity_bytes
 
-    def admit(self, entry: Entry, now_s: float) -> None:
+    def admit(self, entry: Entry) -> None:
         self.items[entry.id] = entry
         self._enqueue(entry)
-        self.producers[entry.producer].count(entry.item.num_bytes, now_s)
+        self.producers[entry.producer].count(entry.item.num_bytes, entry.item.weight)
 
     def drop(self, entry: Entry) -> None:
         """It never got in, or is not wanted any more: its epoch does not wait for it."""
@@ -150,12 +131,11 @@ class ChannelState:
 
     def _enqueue(self, entry: Entry, *, at_front: bool = False) -> None:
         entry.state = ItemState.QUEUED
-        entry.client = ""
         entry.is_released = False
         queue = self.queues.setdefault(entry.epoch, deque())
-        lines = (
-            [queue] if entry.item.key is None else [queue, self.by_key.setdefault(entry.item.key, deque())]
-        )
+        lines = [queue]
+        if entry.item.key is not None:
+            lines.append(self.by_key.setdefault(entry.item.key, deque()))
         for line in lines:
             if at_front:
                 line.appendleft(entry.id)
@@ -170,10 +150,9 @@ class ChannelState:
         entry = self.items.get(item_id)
         return entry is not None and entry.state is ItemState.QUEUED
 
-    def lease(self, entry: Entry, client: str) -> None:
+    def lease(self, entry: Entry) -> None:
         """Hand a queued item out. Its place in the queue goes stale and is skipped later."""
         entry.state = ItemState.LEASED
-        entry.client = client
         self.num_queued -= 1
         self.queued_bytes -= entry.item.num_bytes
         if entry.item.key is not None:
@@ -208,16 +187,15 @@ class ChannelState:
         return found
 
     def requeue(self, entries: list[Entry]) -> None:
-        """Back to the front, in their old order."""
         for entry in sorted(entries, key=lambda e: e.id, reverse=True):
             self._enqueue(entry, at_front=True)
 
-    def finish(self, entries: list[Entry], consumer: str, now_s: float) -> None:
+    def finish(self, entries: list[Entry], consumer: str) -> None:
         """The consumer is done with them: they will never be delivered again."""
         traffic = self.consumers[consumer]
         for entry in entries:
             entry.state = ItemState.HELD
-            traffic.count(entry.item.num_bytes, now_s)
+            traffic.count(entry.item.num_bytes, entry.item.weight)
             self._count_down(entry.epoch)
 
     def fail(self, entry: Entry, error: str) -> bool:
@@ -232,14 +210,11 @@ class ChannelState:
         return True
 
     def _count_down(self, epoch: int) -> None:
-        left = self.unfinished[epoch] - 1
-        if left:
-            self.unfinished[epoch] = left
-        else:
+        self.unfinished[epoch] -= 1
+        if not self.unfinished[epoch]:
             del self.unfinished[epoch]
 
     def end_epoch(self, num_events: int) -> None:
-        """Every producer has ended the current epoch."""
         self.ended_by.pop(self.epoch, None)
         self.put_in_epoch.pop(self.epoch, None)
         self.epoch += 1
@@ -264,7 +239,6 @@ class ChannelState:
         return {group_of(producer) for producer in self.producers}
 
     def is_taken_by(self, group: str) -> bool:
-        """Whether a rank of this group has asked for something."""
         return any(group_of(consumer) == group for consumer in self.consumer_epoch)
 
     def stats(self) -> dict[str, Any]:
@@ -288,8 +262,8 @@ class ChannelState:
         }
 
 
-def _rows(side: dict[str, Traffic]) -> dict[str, dict[str, float]]:
-    return {n: {"items": t.num_items, "bytes": t.num_bytes, "last_s": t.last_s} for n, t in side.items()}
+def _rows(side: dict[str, Flowed]) -> dict[str, dict[str, int]]:
+    return {name: {"items": flowed.items, "bytes": flowed.num_bytes} for name, flowed in side.items()}
 
 
 def as_key(key: Any) -> Any:

@@ -18,16 +18,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 import zmq
 
+from rill import errors
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
-from rill.runtime.hub.answer import Asked, as_error
 from rill.runtime.hub.messages import Commit, Done, FromHub, Gap, OutKind, Output, Ping, Puts, Requests
 from rill.runtime.process.session_key import SessionKey
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _MAX_REQUESTS_PER_MESSAGE = 512
@@ -53,10 +56,6 @@ class _Request:
     """Of a commit: what it puts and finishes."""
     num_bytes: int = 0
 
-    def has_room(self) -> bool:
-        """Whether another commit may become part of this one."""
-        return self.num_items < _ITEMS_PER_COMMIT and self.num_bytes < _BYTES_PER_COMMIT
-
     def add(self, done: list[Done], puts: list[Puts]) -> None:
         commit: Commit = self.payload
         for one in done:
@@ -76,14 +75,49 @@ class _Request:
                 commit.puts.append(part)
 
 
+class Asked(Future[T], Generic[T]):
+    """An answer of the hub that is on its way. `cancel` stops waiting: false when the answer is there after all; a
+    later one goes to `on_late`."""
+
+    def __init__(self, answer: Any = Any, on_late: Callable[[Any], None] | None = None) -> None:
+        super().__init__()
+        self.seq = 0
+        """The number of the request, from the moment it was submitted."""
+        self._type = answer
+        self._on_late = on_late
+
+    def arrived(self, body: msgspec.Raw) -> None:
+        value = msgspec.msgpack.decode(body, type=self._type)
+        try:
+            self.set_result(value)
+        except InvalidStateError:
+            if self._on_late is not None:
+                self._on_late(value)
+
+    def failed(self, error: RillError) -> None:
+        if not self.done():
+            self.set_exception(error)
+
+    def came(self, timeout_s: float) -> bool:
+        """Whether the answer, or its failure, is there within the time."""
+        try:
+            self.exception(max(0.0, timeout_s))
+        except TimeoutError:
+            return False
+        return True
+
+
+def as_error(kind: str, message: str) -> RillError:
+    """A refusal of the hub, by the name of a RillError, as the exception it stands for."""
+    cls = vars(errors).get(kind, RunError)
+    assert isinstance(cls, type) and issubclass(cls, RillError)
+    return cls(message)
+
+
 class HubClient:
     """Thread-safe; one per process. `identity` is "group[rank]#launch"."""
 
-    def __init__(
-        self, endpoint: str, identity: str, key: SessionKey | None = None, *, starts: bool = True
-    ) -> None:
-        """`starts`: off, nothing is sent or heard before `start`: what the hub tells a newcomer, who has died before
-        it came, reaches those alone who listen by then."""
+    def __init__(self, endpoint: str, identity: str, key: SessionKey | None = None) -> None:
         self.identity = identity
         self.endpoint = endpoint
         self._key = key
@@ -112,19 +146,17 @@ class HubClient:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name=f"rill-hub-{identity}", daemon=True)
-        self.submit("registry.join", {"pid": os.getpid()})
-        if starts:
-            self.start()
+        self.submit("registry.join", None)
 
-    def start(self) -> None:
-        """Once."""
+    def start(self) -> Self:
+        """Begin to send and to hear, once everybody listens: the hub tells a newcomer who has died before it came."""
         self._thread.start()
         atexit.register(self.close)
+        return self
 
     # --- requests -----------------------------------------------------------------------------------------
 
     def submit(self, method: str, payload: Any) -> None:
-        """Send without waiting for an answer."""
         self._submit(method, payload, None)
 
     def ask(
@@ -139,7 +171,8 @@ class HubClient:
         """Ask and wait. Applied once even when the hub dies in between."""
         asked = self.ask(method, payload, answer)
         if not asked.came(timeout_s) and asked.cancel():
-            raise self._stuck(method, timeout_s)
+            self._asked.pop(asked.seq, None)
+            raise StuckError(f"{self.identity}: the hub did not answer {method} within {timeout_s:g} s")
         return asked.result()
 
     def commit(self, done: list[Done], puts: list[Puts], deadline_s: float) -> bool:
@@ -153,7 +186,7 @@ class HubClient:
                     return False
             self._check_open()
             last = self._last
-            if last is None or not last.has_room():
+            if last is None or last.num_items >= _ITEMS_PER_COMMIT or last.num_bytes >= _BYTES_PER_COMMIT:
                 last = _Request("broker.commit", Commit([], []))
                 self._add(last)
                 self._last = last
@@ -166,20 +199,11 @@ class HubClient:
 
     @property
     def has_unconfirmed(self) -> bool:
-        """Whether a commit might not be with the hub yet."""
         return self._num_unconfirmed > 0
 
     def sync(self, timeout_s: float = ANSWER_S) -> None:
         """Return when the hub has everything that was submitted so far."""
         self.call("registry.sync", None, timeout_s)
-
-    def find(self, name: str, timeout_s: float) -> Any:
-        """The address of the process of this name; waits until there is one."""
-        asked = self.ask("registry.find", name)
-        if not asked.came(timeout_s) and asked.cancel():
-            self.submit("registry.cancel_find", asked.seq)
-            raise self._stuck(f"registry.find({name!r})", timeout_s)
-        return asked.result()
 
     def _submit(self, method: str, payload: Any, asked: Asked[Any] | None) -> None:
         try:  # what the wire has no form for fails here, in its sender's thread
@@ -215,7 +239,6 @@ class HubClient:
         self.wake()
 
     def remove_ticker(self, ticker: Callable[[float], float]) -> None:
-        """Undo `add_ticker`."""
         self._tickers = [other for other in self._tickers if other != ticker]
 
     def abandon(self, reason: str) -> None:
@@ -234,9 +257,6 @@ class HubClient:
         self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
-
-    def _stuck(self, what: str, timeout_s: float) -> StuckError:
-        return StuckError(f"{self.identity}: the hub did not answer {what} within {timeout_s:g} s")
 
     # --- the io thread ------------------------------------------------------------------------------------
 
@@ -282,7 +302,9 @@ class HubClient:
             is_outstanding = bool(self._sent or self._asked)
             ping_s = _PING_S if is_outstanding else _HEARTBEAT_S
             if now_s - max(last_sent_s, last_heard_s if is_outstanding else last_sent_s) >= ping_s:
-                self._ping(socket)
+                socket.send(
+                    self._encoder.encode(Ping(self._received_out, self._first_sent + len(self._sent)))
+                )
                 last_sent_s = now_s
             if is_outstanding:
                 wait_s = min(wait_s, _PING_S)
@@ -292,6 +314,7 @@ class HubClient:
                     break
                 wait_s = min(wait_s, 0.02)
         self._fail_all("it was closed")
+        self._is_awake = True  # finalizers that come later wake nobody
         socket.close()
         context.term()
         os.close(self._wake_read)
@@ -314,9 +337,6 @@ class HubClient:
     def _encode(self, first_seq: int, requests: list[_Request]) -> bytes:
         pairs: list[Any] = [(request.method, request.payload) for request in requests]
         return self._encoder.encode(Requests(first_seq, self._received_out, pairs))
-
-    def _ping(self, socket: zmq.Socket[bytes]) -> None:
-        socket.send(self._encoder.encode(Ping(self._received_out, self._first_sent + len(self._sent))))
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while True:
@@ -347,7 +367,7 @@ class HubClient:
             if asked is None:
                 continue
             if kind is OutKind.FAILURE:
-                asked.failed(as_error(body))
+                asked.failed(as_error(*msgspec.msgpack.decode(body, type=tuple[str, str])))
             else:
                 self._guard(asked.arrived, body)
 

@@ -15,8 +15,6 @@ MAX_RECORDS = 20_000
 
 
 class Flowed(msgspec.Struct, array_like=True):
-    """Through one channel."""
-
     items: int = 0
     num_bytes: int = 0
     weight: float = 0.0
@@ -28,8 +26,6 @@ class Flowed(msgspec.Struct, array_like=True):
 
 
 class TurnRecord(msgspec.Struct, array_like=True, frozen=True):
-    """A stretch of time on devices."""
-
     devices: list[int]
     started_s: float
     ended_s: float
@@ -55,8 +51,6 @@ class CallRecord(msgspec.Struct, kw_only=True):
 
 
 class History:
-    """The last records of all calls."""
-
     def __init__(self) -> None:
         self._records: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
 

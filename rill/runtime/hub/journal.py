@@ -24,8 +24,6 @@ GROWN_BYTES = 32 * 1024 * 1024
 
 
 class HubJournal:
-    """Append, commit, recover, compact."""
-
     def __init__(self, session_dir: Path) -> None:
         self.session_dir = session_dir
         self._snapshot_path = session_dir / "hub.snapshot"
@@ -57,12 +55,9 @@ class HubJournal:
         return machine
 
     def append(self, client: str, raw: bytes, now_s: float) -> None:
-        """A batch of requests, exactly as the client sent it."""
-        self._add(self._encoder.encode((now_s, client, raw)))
-
-    def append_tick(self, now_s: float) -> None:
-        """Time has passed."""
-        self._add(self._encoder.encode((now_s, "", None)))
+        """A batch of requests, exactly as the client sent it; without a client: time has passed."""
+        record = self._encoder.encode((now_s, client, raw))
+        self._pending += (_LENGTH.pack(len(record)), record)
 
     def commit(self) -> None:
         """Write what was appended, in one call. Only afterwards may anything be sent."""
@@ -99,10 +94,6 @@ class HubJournal:
     @property
     def _log_path(self) -> Path:
         return self.session_dir / f"hub.{self._generation}.log"
-
-    def _add(self, record: bytes) -> None:
-        self._pending.append(_LENGTH.pack(len(record)))
-        self._pending.append(record)
 
     def _open_log(self, num_bytes: int) -> None:
         self._fd = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)

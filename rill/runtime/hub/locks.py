@@ -49,8 +49,6 @@ class Readiness(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One group's turn."""
-
     id: int
     group: str
     devices: frozenset[int]
@@ -70,8 +68,6 @@ class Turn:
 
 
 class LockService:
-    """Turns in order of arrival; who is resident where."""
-
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._turns: list[Turn] = []
@@ -167,11 +163,9 @@ class LockService:
     # --- what else happens --------------------------------------------------------------------------------
 
     def next_due_s(self) -> float | None:
-        """When `tick` is wanted."""
         return min((t.linger_until_s for t in self._turns if t.linger_until_s is not None), default=None)
 
     def tick(self) -> None:
-        """Time has passed."""
         for turn in list(self._turns):
             if turn.linger_until_s is not None and turn.linger_until_s <= self._machine.now_s:
                 self._turns.remove(turn)
@@ -195,7 +189,6 @@ class LockService:
     # --- whose turn it is ---------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Something has changed: it may be another group's turn."""
         while self._advance_once():
             pass
 
@@ -206,7 +199,10 @@ class LockService:
                     turn.state = TurnState.HELD
                     self._let_in(turn)
                     return True
-                self._evict_residents(turn)
+                inside = {client for other in self._turns for client in other.inside}
+                for client in self._residents_in_the_way(turn):
+                    if client not in self._evicting and client not in inside:
+                        self._evict(client, 0)
         membership = self._machine.membership
         waiting = [t for t in self._turns if t.state == TurnState.WAITING and membership.is_seated(t.group)]
         for turn in waiting:
@@ -225,12 +221,6 @@ class LockService:
                     self._ask_to_lend(holder, turn)
         return False
 
-    def _evict_residents(self, turn: Turn) -> None:
-        inside = {client for other in self._turns for client in other.inside}
-        for client in self._residents_in_the_way(turn):
-            if client not in self._evicting and client not in inside:
-                self._evict(client, 0)
-
     def _evict(self, client: str, turn_id: int) -> None:
         self._evicting[client] = self._next_eviction
         self._next_eviction += 1
@@ -242,7 +232,8 @@ class LockService:
             turn.entered[name_of(client)] += 1
             turn.linger_until_s = None
             self._evicting.pop(client, None)
-            self._resident[client] = self._machine.membership.devices_of_client(client) or turn.devices
+            told = self._machine.membership.members.get(client, {})
+            self._resident[client] = frozenset(told.get("devices", ())) or turn.devices
             self._machine.reply(client, seq, turn.id)
         turn.asked = {}
 
@@ -254,7 +245,7 @@ class LockService:
     def _end_if_empty(self, turn: Turn) -> None:
         if turn.inside or turn.asked or turn not in self._turns:
             return
-        num_missing = self._machine.membership.world_size(turn.group) - len(turn.entered)
+        num_missing = len(self._machine.membership.ranks(turn.group)) - len(turn.entered)
         if turn.state == TurnState.HELD and num_missing > 0 and not turn.is_resumed:
             turn.linger_until_s = self._machine.now_s + LINGER_S
         else:
@@ -270,7 +261,7 @@ class LockService:
         if {client for client, _ in waits} != holder.inside:
             return
         waited = {name for _, name in waits}
-        if not (any(self._works_on(wanting, name) for name in waited) or self._feeds(wanting, waited)):
+        if not self._works_on(wanting, waited) and not self._feeds(wanting, waited):
             return
         holder.lending = set(holder.inside)
         for client in sorted(holder.inside):
@@ -305,13 +296,11 @@ class LockService:
         others = [t for t in self._turns if t.state == TurnState.WAITING and t.group != turn.group]
         return any(self._conflict(other, turn) for other in others)
 
-    def _works_on(self, turn: Turn, name: str) -> bool:
-        channel = self._channels[name]
-        return (
-            name in turn.channels
-            or turn.group in channel.producing_groups()
-            or channel.is_taken_by(turn.group)
-        )
+    def _works_on(self, turn: Turn, names: set[str]) -> bool:
+        """Whether a group puts into one of these channels or takes from it."""
+        channels = [self._channels[name] for name in names]
+        has_used = [turn.group in c.producing_groups() or c.is_taken_by(turn.group) for c in channels]
+        return bool(names & set(turn.channels)) or any(has_used)
 
     def _feeds(self, turn: Turn, awaited: set[str]) -> bool:
         """Whether what a group makes reaches one of these channels, through any number of other groups."""

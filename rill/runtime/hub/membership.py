@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.hub.service import group_of, name_of
+from rill.runtime.address import STORE_GROUP
+from rill.runtime.hub.service import ServiceError, group_of, name_of
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
 
-LEFT = "left"
-"""The reason of an end in order: told to those who wait, not kept as a death."""
+LEFT = "it was closed or removed"
+"""The reason of an end in order."""
 
 
 class Membership:
-    """Processes by identity, groups by name."""
-
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.members: dict[str, dict[str, Any]] = {}
-        """identity -> what it told: pid, address, and for a worker rank, world_size and devices."""
+        """identity -> what it told: its address, and for a worker its devices."""
         self.first_seen: dict[str, int] = {}
         """group -> number of the event at which its first process joined; and so for a rank that was added later."""
         self._seats: dict[str, dict[int, tuple[int, frozenset[int]]]] = {}
@@ -33,9 +32,9 @@ class Membership:
         """name -> the note of its death, until the name joins again."""
         self._groups: dict[str, dict[str, Any]] = {}
         """group -> the driver's word on it: its ranks, the word's version and the roster that callers read."""
-        self._claims: dict[str, tuple[str, float]] = {}
+        self._claim = ("", 0.0)
         self._finding: list[tuple[str, int, str]] = []
-        """(client, seq, name) of those who wait for an address."""
+        """(client, seq, name) of those who wait for an address, some of them no longer."""
 
     def ranks(self, group: str) -> frozenset[int]:
         """The ids of a group's ranks now, dead ones included; rank 0 when nobody said."""
@@ -45,23 +44,14 @@ class Membership:
         """The event from which on a rank counts: when its group was there, or when it was added to it."""
         return self.first_seen.get(name, self.first_seen.get(group_of(name), 0))
 
-    def world_size(self, group: str) -> int:
-        """How many ranks a group has now."""
-        return len(self.ranks(group))
-
     def is_seated(self, group: str) -> bool:
         """Whether every rank of a group has told its devices: only then is it known what the group needs."""
         seats = self._seats.get(group)
         return seats is None or self.ranks(group) <= seats.keys()
 
     def devices_of(self, group: str) -> frozenset[int]:
-        """The devices of all ranks of a group."""
         seats, ranks = self._seats.get(group, {}), self.ranks(group)
         return frozenset[int]().union(*(devices for rank, (_, devices) in seats.items() if rank in ranks))
-
-    def devices_of_client(self, client: str) -> frozenset[int]:
-        """The devices of one process."""
-        return frozenset(self.members.get(client, {}).get("devices", ()))
 
     def is_alive(self, client: str) -> bool:
         return client in self.members
@@ -76,29 +66,24 @@ class Membership:
         """The driver's last word on a group; empty: there was none."""
         return self._groups.get(group, {})
 
-    def on_join(self, client: str, seq: int, info: dict[str, Any]) -> None:
-        machine = self._machine
-        older = [c for c in self.members if name_of(c) == name_of(client) and c != client]
-        for earlier in older:
+    def on_join(self, client: str, seq: int, payload: None) -> None:
+        machine, name, group = self._machine, name_of(client), group_of(client)
+        for earlier in [c for c in self.members if name_of(c) == name and c != client]:
             machine.end_client(earlier, f"replaced by {client}", machine.now_s)
-        self._deaths.pop(name_of(client), None)
+        self._deaths.pop(name, None)
         for note in self._deaths.values():
             machine.push(client, "peer_died", note)
-        self.members[client] = dict(info)
-        self.first_seen.setdefault(group_of(client), machine.num_events)
-        word = self._groups.get(group_of(client), {})
-        if "roster" in word and name_of(client) not in {f"{word['group']}[{rank}]" for rank in word["ranks"]}:
-            self.first_seen.setdefault(name_of(client), machine.num_events)
+        self.members[client] = {}
+        self.first_seen.setdefault(group, machine.num_events)
+        if group in self._groups and name not in {f"{group}[{rank}]" for rank in self.ranks(group)}:
+            self.first_seen.setdefault(name, machine.num_events)
 
     def on_register(self, client: str, seq: int, info: dict[str, Any]) -> bool:
-        """What a process tells about itself. A `world_size` counts where the driver has said nothing of the group."""
         self.members.setdefault(client, {}).update(info)
-        group = group_of(client)
-        if "world_size" in info and "roster" not in self._groups.get(group, {}):
-            self._groups[group] = {"ranks": list(range(info["world_size"]))}
         if "devices" in info:
-            seat = (int(client.rpartition("#")[2]), frozenset(info["devices"]))
-            self._seats.setdefault(group, {})[info["rank"]] = seat
+            rank, _, launch = client.rpartition("[")[2].partition("]#")
+            seat = (int(launch), frozenset(info["devices"]))
+            self._seats.setdefault(group_of(client), {})[int(rank)] = seat
             self._machine.locks.advance()
         if "address" in info:
             found = [wait for wait in self._finding if wait[2] == name_of(client)]
@@ -108,19 +93,14 @@ class Membership:
         return True
 
     def on_find(self, client: str, seq: int, name: str) -> Any:
-        """The address of the process of this name; answered when there is one."""
+        """The address of the process of this name; answered when there is one, refused where the last one has ended."""
         for member, info in self.members.items():
             if "address" in info and name_of(member) == name:
                 return info["address"]
+        if name in self._deaths:
+            raise ServiceError("PeerDiedError", f"{name} is gone: {self._deaths[name]['reason']}")
         self._finding.append((client, seq, name))
         return None
-
-    def on_cancel_find(self, client: str, seq: int, find_seq: int) -> None:
-        """Answered with nothing, unless it was answered already."""
-        cancelled = [wait for wait in self._finding if wait[:2] == (client, find_seq)]
-        if cancelled:
-            self._finding.remove(cancelled[0])
-            self._machine.reply(client, find_seq, None)
 
     def on_group(self, client: str, seq: int, word: dict[str, Any]) -> bool:
         """The driver's word: {group, version, ranks, launches, roster}. The devices of launches before these do not
@@ -152,20 +132,19 @@ class Membership:
         for member in dead:
             self._machine.end_client(member, reason, self._machine.now_s)
 
-    def on_claim(self, client: str, seq: int, payload: tuple[str, str, float]) -> str:
-        """[key, value, seconds]: empty for the first who asks; for so long, others get the first one's value."""
-        key, value, hold_s = payload
-        held, until_s = self._claims.get(key, ("", 0.0))
+    def on_claim_report(self, client: str, seq: int, payload: tuple[str, float]) -> str:
+        """[path, seconds]: empty for the first who asks; for so long, others get the first one's path."""
+        held, until_s = self._claim
         if self._machine.now_s < until_s:
             return held
-        self._claims[key] = (value, self._machine.now_s + hold_s)
+        self._claim = (payload[0], self._machine.now_s + payload[1])
         return ""
 
     def end_client(self, client: str, reason: str) -> None:
         self.members.pop(client, None)
         self._finding = [wait for wait in self._finding if wait[0] != client]
         note = {"identity": client, "reason": reason}
-        if reason != LEFT:
+        if not client.startswith(STORE_GROUP):  # its agent starts it again
             self._deaths[name_of(client)] = note
         for other in list(self._machine.streams):
             self._machine.push(other, "peer_died", note)

@@ -17,8 +17,6 @@ from rill.runtime.transfer.segments import Ref
 
 
 class OutKind(IntEnum):
-    """What the hub sends to a client with a number."""
-
     REPLY = 0
     FAILURE = 1
     PUSH = 2
@@ -31,7 +29,6 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
 # --- the line ---------------------------------------------------------------------------------------------
 
 Request = tuple[str, msgspec.Raw]
-"""Method and payload."""
 
 
 class Requests(_Message, tag="s"):
@@ -59,8 +56,6 @@ class Output(_Message, tag="o"):
 
 
 class Gap(_Message, tag="g"):
-    """The hub lacks what came before: send again from this number."""
-
     expected: int
 
 
@@ -76,8 +71,6 @@ FromHub = Output | Gap | Expelled
 
 
 class ChannelOptions(_Message):
-    """What a channel is made with."""
-
     name: str
     capacity_items: int | None = None
     capacity_bytes: int | None = None
@@ -131,24 +124,11 @@ class Take(_Message):
     """Exactly one item of each, in this order."""
 
 
-class GrantKind(IntEnum):
-    """How a take is answered."""
-
-    ITEMS = 0
-    EPOCH_END = 1
-    NOTHING = 2
-    """It was cancelled."""
-
-
 class Grant(_Message):
-    """The answer to a take."""
+    """The answer to a take: items, or the end of a loop's epoch, or, where it was cancelled, neither."""
 
-    kind: GrantKind
     items: list[Item]
-
-
-NOTHING = Grant(GrantKind.NOTHING, [])
-EPOCH_END = Grant(GrantKind.EPOCH_END, [])
+    is_end: bool = False
 
 
 class Cancel(_Message):
@@ -156,7 +136,6 @@ class Cancel(_Message):
 
     channel: str
     seq: int
-    """The number of the request."""
 
 
 class Release(_Message):
@@ -199,8 +178,6 @@ class Evict(_Message):
 
 
 class Evicted(_Message):
-    """The answer to an Evict."""
-
     number: int
     is_kept: bool
     """The process works again already, and keeps its memory."""

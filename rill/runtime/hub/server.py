@@ -27,8 +27,6 @@ _POLL_MS = 500
 
 
 class Hub:
-    """One ROUTER socket over a Machine."""
-
     def __init__(self, site: Site, tcp: str) -> None:
         self._shm_dir = site.shm_dir
         self._journal = HubJournal(site.session_dir)
@@ -47,12 +45,10 @@ class Hub:
         self._encoder = msgspec.msgpack.Encoder()
 
     def run(self) -> None:
-        """Serve until the process ends."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(self._poll_ms()))
-            if self._socket in ready:
+            due_s = self._machine.locks.next_due_s()
+            wait_ms = _POLL_MS if due_s is None else 1 + int(1000 * (due_s - time.monotonic()))
+            if self._socket.poll(max(0, min(_POLL_MS, wait_ms))):
                 self._drain()
             self._tick()
             self._journal.commit()
@@ -61,15 +57,10 @@ class Hub:
             if self._journal.is_grown:
                 self._journal.compact(self._machine)
 
-    def _poll_ms(self) -> int:
-        due_s = self._machine.locks.next_due_s()
-        wait_ms = _POLL_MS if due_s is None else 1 + int(1000 * (due_s - time.monotonic()))
-        return max(0, min(_POLL_MS, wait_ms))
-
     def _tick(self) -> None:
         due_s, now_s = self._machine.locks.next_due_s(), time.monotonic()
         if due_s is not None and due_s <= now_s:
-            self._journal.append_tick(now_s)
+            self._journal.append("", b"", now_s)
             self._machine.tick(now_s)
 
     def _drain(self) -> None:

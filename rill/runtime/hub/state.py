@@ -26,15 +26,12 @@ from rill.runtime.hub.service import Handler, ServiceError, handlers_of
 
 @dataclass(slots=True)
 class Stream:
-    """Both directions of one client."""
-
     expected: int = 1
     next_out: int = 1
     outbox: deque[tuple[int, int, Any, Any]] = field(default_factory=deque)
     """(out number, OutKind, seq or topic, body), unconfirmed ones only."""
 
     def confirm(self, out: int) -> None:
-        """The client has everything up to `out`."""
         outbox = self.outbox
         while outbox and outbox[0][0] <= out:
             outbox.popleft()
@@ -61,8 +58,8 @@ class Machine:
         """Clients with new output; the hub empties it when it sends."""
         self.unlinks: list[Any] = []
         """Store files of dead processes that nothing refers to (store.py, `unlink`); the hub deletes them."""
-        self.changed_channels: set[str] = set()
-        """What the event being applied has moved; the locks look at it at its end."""
+        self.has_moved_items = False
+        """Whether the event being applied changed a channel; the locks look at it at its end."""
         self._handlers: dict[str, Handler] = {
             **dict(handlers_of("registry", self.membership)),
             **dict(handlers_of("broker", self.broker)),
@@ -72,7 +69,7 @@ class Machine:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for transient in ("touched", "unlinks", "changed_channels", "_handlers"):
+        for transient in ("touched", "unlinks", "has_moved_items", "_handlers"):
             del state[transient]
         return state
 
@@ -88,7 +85,6 @@ class Machine:
         return first_seq <= self.expected(client) < first_seq + num_requests
 
     def expected(self, client: str) -> int:
-        """The number of the client's next request."""
         return self.streams[client].expected if client in self.streams else 1
 
     def apply(
@@ -135,7 +131,6 @@ class Machine:
         self._settle()
 
     def tick(self, now_s: float) -> None:
-        """Time has passed: an event like any other."""
         self.now_s = now_s
         self.num_events += 1
         self.locks.tick()
@@ -143,8 +138,8 @@ class Machine:
 
     def _settle(self) -> None:
         """At the end of an event: what its changes mean to the locks and to the owners of memory."""
-        if self.changed_channels:
-            self.changed_channels.clear()
+        if self.has_moved_items:
+            self.has_moved_items = False
             self.locks.channels_changed()
         self.broker.ledger.tell()
 

@@ -31,7 +31,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,13 +58,6 @@ def allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before we asked
-        os._exit(0)
-
-
 def _prctl(option: int, value: int | bytes) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
@@ -79,13 +72,14 @@ def bootstrap(entry: str, argument: str, sys_path: list[str]) -> list[str]:
 
 
 # --- what driver and agent say to each other, over a socketpair -----------------------------------------------
+# The first request is an AgentSpec. Then: a Start; a key, to kill that process and its group; None, to end the session.
 
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Request: start a process and call it `key`."""
+    """Start a process and call it `key`; whenever it ends, an Exited comes back."""
 
     key: str
     entry: str
@@ -97,21 +91,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """Request: kill the process group of `key`."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shutdown:
-    """Request: end everything, remove the session's folders, exit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
-    """Event: the process ended."""
-
     key: str
     pid: int
     exit_code: int
@@ -127,13 +107,8 @@ class Exited:
         return f"{how}\n--- end of its log ---\n{self.log_tail}" if self.log_tail else how
 
 
-Request = Start | Kill | Shutdown
-
-
 @dataclass(frozen=True, slots=True)
 class AgentSpec:
-    """What an agent needs to know from its start."""
-
     session_dir: str
     shm_dir: str
     sys_path: list[str]
@@ -171,18 +146,15 @@ def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
 @dataclass(slots=True)
 class _Child:
     request: Start
-    pid: int
-    starts_s: list[float] = field(default_factory=list)
+    starts_s: list[float]
 
 
 class Agent:
-    """The loop."""
-
     def __init__(self, spec: AgentSpec, control: socket.socket) -> None:
         self.spec = spec
         self.control = control
         self.children: dict[int, _Child] = {}
-        self.parent_pid = os.getppid()
+        self.pid, self.parent_pid = os.getpid(), os.getppid()
         self.wake_read, self.wake_write = os.pipe()
         for fd in (self.wake_read, self.wake_write):
             os.set_blocking(fd, False)
@@ -207,7 +179,7 @@ class Agent:
                     request = receive_message(self.control)
                 except EOFError:
                     break
-                if isinstance(request, Shutdown):
+                if request is None:
                     break
                 self._handle(request)
         self._end()
@@ -228,16 +200,16 @@ class Agent:
             if not request.restart:  # services need none of it, and workers wait for them
                 self._import_once(self.spec.preload)
             self._start(request, [])
-        elif isinstance(request, Kill):
-            for child in self.children.values():
-                if child.request.key == request.key:
-                    _kill_child(child.pid)
+        else:
+            for pid, child in self.children.items():
+                if child.request.key == request:
+                    _kill_child(pid)
 
     def _start(self, request: Start, starts_s: list[float]) -> None:
         pid = os.fork()
         if pid == 0:
             self._become(request)
-        self.children[pid] = _Child(request, pid, [*starts_s, time.monotonic()])
+        self.children[pid] = _Child(request, [*starts_s, time.monotonic()])
 
     def _become(self, request: Start) -> None:
         """In the child: take the request's surroundings, then run the entry, here or in a fresh interpreter."""
@@ -247,8 +219,9 @@ class Agent:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            parent_pid = os.getppid()
-            die_with_parent(parent_pid)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self.pid:  # the agent ended before we asked
+                os._exit(0)
             _redirect(request.log_path)
             os.environ.update(request.env)
             if any(name.startswith(NEEDS_FRESH_PROCESS) for name in request.env):
@@ -275,7 +248,13 @@ class Agent:
             os._exit(exit_code)
 
     def _reap(self) -> None:
-        for pid, status in _ended_children():
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
             child = self.children.pop(pid, None)
             if child is None:
                 continue  # an adopted process
@@ -298,9 +277,7 @@ class Agent:
         deadline_s = time.monotonic() + 5.0
         while time.monotonic() < deadline_s:
             for pid in _own_children():  # includes what was adopted
-                _kill_group(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                _kill_child(pid)
             try:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     time.sleep(0.005)
@@ -324,22 +301,10 @@ def main(fd: int) -> None:
 def _redirect(log_path: str) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
     os.close(log)
     os.close(null)
-
-
-def _ended_children() -> Iterator[tuple[int, int]]:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, status
 
 
 def _own_children() -> list[int]:
@@ -352,11 +317,9 @@ def _own_children() -> list[int]:
 
 def _kill_child(pid: int) -> None:
     """A child that is not waited for yet, and what it has started. Just forked, it has no group of its own so far."""
+    _kill_group(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
 
 def _kill_group(pid: int) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rill.errors import PeerDiedError, WorkerError
+from rill.errors import WorkerError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle, Reply
 from rill.runtime.process.mailbox import Frames, Mailbox
@@ -32,31 +32,35 @@ CALL, REPLY = b"call", b"reply"
 
 
 class Call(msgspec.Struct, array_like=True, gc=False):
-    """A call on its way to one rank. `identity` is the caller's; `reply_to` is its mailbox."""
+    """A call on its way to one rank."""
 
     call_id: int
     index: int
     """Which of the call's ranks this one is."""
     method: str
     is_concurrent: bool
-    reply_to: str
     identity: str
+    """The caller's."""
+    sender: str = ""
+    """Its mailbox, as the message has it."""
     payload: list[Any] = []
     """The arguments, which travel beside this record."""
 
     @staticmethod
-    def read(frames: Frames) -> Call:
-        """From the frames after the kind."""
+    def read(sender: str, frames: Frames) -> Call:
         call = _decode_call(frames[0])
-        call.payload = frames[1:]
+        call.sender, call.payload = sender, frames[1:]
         return call
 
     def answer(
         self, context: RuntimeContext, value: object, seconds: float, timers: Mapping[str, float]
     ) -> None:
-        """Send a result."""
-        payload = context.parcels.pack(wire.encode(value), [self])
+        payload = context.parcels.pack(wire.encode(value), [self.identity])
         self._reply(context, payload, False, seconds, timers)
+
+    def answer_at_once(self, context: RuntimeContext, value: object = None) -> None:
+        """As `answer`, for the runtime's own: waits for nothing, not even for shared memory."""
+        self._reply(context, pack_inline(wire.encode(value)), False, 0.0, {})
 
     def fail(
         self, context: RuntimeContext, error: BaseException, seconds: float, timers: Mapping[str, float]
@@ -80,12 +84,10 @@ class Call(msgspec.Struct, array_like=True, gc=False):
         timers: Mapping[str, float],
     ) -> None:
         answer = _encode(_Answer(self.call_id, self.index, is_error, seconds, dict(timers)))
-        context.mailbox.post(self.reply_to, [REPLY, answer, *payload])
+        context.mailbox.post(self.sender, [REPLY, answer, *payload])
 
 
 class _Answer(msgspec.Struct, array_like=True, gc=False):
-    """What is said of an answer; the result travels beside it."""
-
     call_id: int
     index: int
     is_error: bool
@@ -101,22 +103,29 @@ _decode_answer = msgspec.msgpack.Decoder(_Answer).decode
 class Calls:
     """The calls that this process waits for. Thread-safe."""
 
-    def __init__(self, mailbox: Mailbox, caller: WorkerAddress, unpack: Callable[[Frames], Any]) -> None:
-        """`unpack`: how results are read."""
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        caller: WorkerAddress,
+        unpack: Callable[[Frames, str], Any],
+        dead: Mapping[str, str],
+    ) -> None:
+        """`unpack`: how results are read. `dead`: identity -> why; of each, `peer_died` is told too."""
         self._mailbox = mailbox
-        self._caller = caller
-        self._identity = caller.identity
+        self._node_id, self._identity = caller.node_id, caller.identity
         self._unpack = unpack
         self._ids = itertools.count(1)
         self._pending: dict[int, Handle] = {}
-        self._dead: dict[str, str] = {}
+        self._dead = dead
         self._is_closed = False
         self._lock = threading.Lock()
         mailbox.on(REPLY, self._on_reply)
 
-    def call(self, handle: Handle, method: str, payload: Frames, *, concurrent: bool = False) -> None:
+    def call(
+        self, handle: Handle, method: str, payload: Frames, *, concurrent: bool = False, kind: bytes = CALL
+    ) -> None:
         """Call `method` on the targets of `handle`, which gets the outcomes."""
-        call_id, caller, identity = next(self._ids), self._caller, self._identity
+        call_id, identity = next(self._ids), self._identity
         with self._lock:  # who dies from now on finds the handle
             self._pending[call_id] = handle
         if self._is_closed:
@@ -125,24 +134,20 @@ class Calls:
         dead = self._dead
         for index, target in enumerate(handle.targets):
             if dead and target.identity in dead:
-                error = PeerDiedError(f"{target.name} is gone: {dead[target.identity]}")
-                handle.fill(index, Reply.lost(error))
+                handle.lose(index, f"is gone: {dead[target.identity]}")
                 continue
-            reply_to = caller.endpoint_from(target.node_id)
-            call = Call(call_id, index, method, concurrent, reply_to, identity)
-            self._mailbox.post(target.endpoint_from(caller.node_id), [CALL, _encode(call), *payload])
+            call = _encode(Call(call_id, index, method, concurrent, identity))
+            self._mailbox.post(target.endpoint_from(self._node_id), [kind, call, *payload])
         self._drop_if_done(call_id, handle)
 
     def peer_died(self, identity: str, reason: str) -> None:
-        """Fail every call that waits for `identity`, and every later one."""
+        """Fail every call that waits for `identity`."""
         with self._lock:
-            self._dead[identity] = reason
             pending = list(self._pending.items())
         for call_id, handle in pending:
             for index, target in enumerate(handle.targets):
                 if target.identity == identity:
-                    error = PeerDiedError(f"{target.name} died during a call: {reason}")
-                    handle.fill(index, Reply.lost(error))
+                    handle.lose(index, f"died during a call: {reason}")
             self._drop_if_done(call_id, handle)
 
     def close(self) -> None:
@@ -155,24 +160,22 @@ class Calls:
         with self._lock:
             pending, self._pending = self._pending, {}
         for handle in pending.values():
-            for index, target in enumerate(handle.targets):
-                handle.fill(
-                    index, Reply.lost(PeerDiedError(f"{target.name} is gone: the cluster was closed"))
-                )
+            for index in range(len(handle.targets)):
+                handle.lose(index, "is gone: the cluster was closed")
 
-    def _on_reply(self, frames: Frames) -> None:
+    def _on_reply(self, sender: str, frames: Frames) -> None:
         answer = _decode_answer(frames[0])
         handle = self._pending.get(answer.call_id)
         if handle is None:
             return  # the peer was declared dead meanwhile
-        read = functools.partial(self._unpack, frames[1:])
+        read = functools.partial(self._unpack, frames[1:], sender)
         if answer.is_error:
-            read = functools.partial(self._read_error, frames[1:], handle.targets[answer.index])
+            read = functools.partial(self._read_error, frames[1:], sender, handle.targets[answer.index])
         handle.fill(answer.index, Reply(answer.is_error, answer.seconds, answer.timers, read))
         self._drop_if_done(answer.call_id, handle)
 
-    def _read_error(self, payload: Frames, target: WorkerAddress) -> WorkerError:
-        message, remote_traceback, cause = self._unpack(payload)
+    def _read_error(self, payload: Frames, sender: str, target: WorkerAddress) -> WorkerError:
+        message, remote_traceback, cause = self._unpack(payload, sender)
         error = WorkerError(message, group=target.group, rank=target.rank, remote_traceback=remote_traceback)
         error.__cause__ = cause
         return error
@@ -183,6 +186,7 @@ class Calls:
 
 
 _NO_ARGUMENTS = wire.encode(((), {}))
+NO_ARGUMENTS = pack_inline(_NO_ARGUMENTS)
 
 
 def encode_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> wire.Encoded:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rill.errors import PeerDiedError, StuckError, UserError
+from rill.errors import StuckError, UserError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.hub.service import name_of
 
@@ -30,18 +30,17 @@ class Directory:
         self._context = context
         self._lock = threading.Lock()
         self._known: dict[str, WorkerAddress] = {}
-        """By name."""
-        self._dead: dict[str, str] = {}
-        """identity -> why."""
-        self._last_dead: dict[str, str] = {}
-        """name -> identity of its last process, unless there is known to be a newer one."""
+        self.dead: dict[str, str] = {}
+        """identity -> why, of those of whose death this process has heard."""
         self._rosters: dict[str, Roster] = {}
         self._newest: dict[str, int] = {}
         """group -> the version of the driver's last word on it, as the hub has pushed it."""
         self._listeners: list[Callable[[str, str], None]] = []
         if follows_hub:
             context.hub.on("peer_died", lambda note: self.report_death(note["identity"], note["reason"]))
-            context.hub.on("group_changed", self._on_group_changed)
+            context.hub.on(
+                "group_changed", lambda told: self._newest.update({told["group"]: told["version"]})
+            )
 
     def announce(
         self, group: str, roster: Roster, launches: Mapping[int, int], *, is_awaited: bool = False
@@ -67,7 +66,7 @@ class Directory:
         if roster.version < given.version:
             roster = given
         is_old = self._newest.get(group, 0) > roster.version
-        if is_old or any(address.identity in self._dead for address in roster.addresses):
+        if is_old or any(address.identity in self.dead for address in roster.addresses):
             word = self._context.hub.call("registry.group_word", group)
             if word and word["version"] > roster.version:
                 found: Roster = pickle.loads(word["roster"])
@@ -79,56 +78,36 @@ class Directory:
         """Who is in the run now, the driver too, as the hub knows it."""
         members = self._context.hub.call("registry.members", None).values()
         told = [info["address"] for info in members if "address" in info]
-        return [
-            _as_address(address) for address in told if not isinstance(address, str)
-        ]  # else a store server's
+        return [_as_address(one) for one in told if not isinstance(one, str)]  # else a store server's
 
     def find(self, group: str, rank: int, timeout_s: float) -> WorkerAddress:
         """The address of a rank. Waits for one that is not there yet; PeerDiedError for a dead one."""
         name = f"{group}[{rank}]"
-        if name not in self._known and (death := self.death_of(name)):
-            raise PeerDiedError(f"{name} is gone: {death}")
         if known := self._known.get(name):
             return known
         try:
-            found = self._context.hub.find(name, timeout_s)
+            found = _as_address(self._context.hub.call("registry.find", name, timeout_s))
         except StuckError as error:
-            self._check_rank(group, rank)
+            word = self._context.hub.call("registry.group_word", group)
+            if word and rank not in word["ranks"]:
+                ranks = ", ".join(map(str, word["ranks"]))
+                raise UserError(f"{group} has ranks {ranks}: there is no {name}") from error
             raise StuckError(f"{self._context.address.name}: no worker {name} came up") from error
-        return self._learn(_as_address(found))
-
-    def death_of(self, name: str) -> str:
-        """Why the last process of a rank is gone; empty: it is not, or there is a newer one."""
-        last_dead = self._last_dead.get(name)
-        if last_dead is None:
-            return ""
-        for address in self.everybody():
-            if address.name == name and address.identity not in self._dead:
-                self._learn(address)
-                return ""
-        return self._dead[last_dead]
-
-    def last_death(self, name: str) -> tuple[str, str]:
-        """Identity and end of a rank's last process, as far as this process has heard; empty: of none."""
-        identity = self._last_dead.get(name, "")
-        return identity, self._dead.get(identity, "")
-
-    def is_dead(self, identity: str) -> bool:
-        """Whether this process has heard of its death."""
-        return identity in self._dead
+        with self._lock:
+            if found.identity not in self.dead:
+                self._known[name] = found
+        return found
 
     def on_death(self, listener: Callable[[str, str], None]) -> None:
-        """Call `listener(identity, reason)` for every death."""
         self._listeners.append(listener)
 
     def report_death(self, identity: str, reason: str) -> None:
         """Said by the hub, or by the driver, which knows first."""
         name = name_of(identity)
         with self._lock:
-            if identity in self._dead:
+            if identity in self.dead:
                 return
-            self._dead[identity] = reason
-            self._last_dead[name] = identity
+            self.dead[identity] = reason
             known = self._known.get(name)
             if known is not None and known.identity == identity:
                 del self._known[name]
@@ -138,24 +117,7 @@ class Directory:
             listener(identity, reason)
 
     def close(self) -> None:
-        """Nobody here wants to hear of deaths any more."""
         self._listeners.clear()
-
-    def _on_group_changed(self, change: Any) -> None:
-        self._newest[change["group"]] = change["version"]
-
-    def _learn(self, address: WorkerAddress) -> WorkerAddress:
-        with self._lock:
-            if address.identity not in self._dead:
-                self._known[address.name] = address
-                self._last_dead.pop(address.name, None)
-        return address
-
-    def _check_rank(self, group: str, rank: int) -> None:
-        word = self._context.hub.call("registry.group_word", group)
-        if word and rank not in word["ranks"]:
-            ranks = ", ".join(map(str, word["ranks"]))
-            raise UserError(f"{group} has ranks {ranks}: there is no {group}[{rank}]")
 
 
 def _as_address(told: list[Any]) -> WorkerAddress:

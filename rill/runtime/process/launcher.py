@@ -8,16 +8,17 @@ from __future__ import annotations
 import itertools
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rill.runtime.address import STORE_GROUP, Site, WorkerAddress
+from rill.runtime.address import STORE_GROUP, Site
 from rill.runtime.context import RuntimeContext
-from rill.runtime.device.device import Device, torch_device, visible_devices_env
+from rill.runtime.device.device import torch_device, visible_devices_env
 from rill.runtime.process.agent import Start
-from rill.runtime.process.agent_client import NodeClient
+from rill.runtime.process.backend import NodeClient
 from rill.runtime.process.main_module import MainModule, describe_main
+from rill.runtime.process.members import Member
 from rill.runtime.process.threads import thread_env
 from rill.runtime.process.worker_main import WorkerSpec
 
@@ -42,7 +43,6 @@ class Launcher:
     _socket_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def hub(self) -> Start:
-        """The control plane, on the driver's node."""
         return Start(
             key=HUB_KEY,
             entry="rill.runtime.hub.server:main",
@@ -64,13 +64,11 @@ class Launcher:
     def worker(
         self,
         client: NodeClient,
-        address: WorkerAddress,
+        member: Member,
         ranks: tuple[int, ...],
-        devices: tuple[Device, ...],
-        env: Mapping[str, str],
         num_threads: int,
     ) -> Start:
-        """One rank of a group."""
+        address, devices = member.address, member.seat.devices
         spec = WorkerSpec(
             site=self._site_of(client),
             driver=self.context.address,
@@ -88,7 +86,7 @@ class Launcher:
             key=address.identity,
             entry="rill.runtime.process.worker_main:main",
             payload=pickle.dumps(spec),
-            env={**visible_devices_env(devices), **thread_env(num_threads, env)},
+            env={**visible_devices_env(devices), **thread_env(num_threads, member.group.options.env)},
             log_path=self._log_path(client, f"{address.group}-{address.rank}-{address.incarnation}.log"),
         )
 

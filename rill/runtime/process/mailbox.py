@@ -20,18 +20,18 @@ import msgspec
 import zmq
 
 from rill.errors import RunError
-from rill.runtime.process.ack import NO_STREAM, Incoming, Letter, Outgoing
+from rill.runtime.process.ack import Incoming, Letter, Outgoing
 from rill.runtime.process.session_key import SessionKey
 
 Frames: TypeAlias = list[Any]
-Handler: TypeAlias = Callable[[Frames], None]
+Handler: TypeAlias = Callable[[str, Frames], None]
 
 CLOSE_LINGER_MS = 500
-LARGE_FRAME_BYTES = 65536
 HEARTBEAT_MS = 10_000
 """ZeroMQ's own, on TCP, from its own threads: a connection that leads nowhere is closed and made anew."""
 
-_PROBE, _ACK, _GAP = b"\0probe", b"\0ack", b"\0gap"
+_PROBE, _ACK = b"probe", b"ack"
+"""Kinds of messages that are not counted; each names the number that was asked for."""
 _TICK_MS = 500
 
 _log = logging.getLogger(__name__)
@@ -40,8 +40,6 @@ _decode = msgspec.msgpack.Decoder(Letter).decode
 
 
 class Mailbox:
-    """The inbox of this process and its connections to others."""
-
     def __init__(self, endpoint: str, *, tcp_host: str | None = None, key: SessionKey | None = None) -> None:
         """Bind `endpoint`, and free TCP ports on `tcp_host` when other nodes must reach this process."""
         self.context = zmq.Context()
@@ -69,11 +67,10 @@ class Mailbox:
         self._thread = threading.Thread(target=self._read, name="rill-inbox", daemon=True)
 
     def on(self, kind: bytes, handler: Handler) -> None:
-        """Send messages whose first frame is `kind` to `handler`, with the frames after it."""
+        """Give messages whose first frame is `kind` to `handler`: the sender's mailbox, and the frames after it."""
         self._handlers[kind] = handler
 
     def start(self) -> None:
-        """Begin to read; handlers are in place."""
         self._thread.start()
 
     def post(self, endpoint: str, frames: Sequence[Any]) -> None:
@@ -149,34 +146,23 @@ class Mailbox:
             if not self._closed:
                 _log.warning("%d bytes that are no message were dropped", len(data))
             return
-        num_bytes = len(data)
-        for n, frame in enumerate(letter.frames):
-            if frame is None:
-                letter.frames[n] = self._inbox.recv(copy=False).buffer  # writable, and without a copy
-                num_bytes += len(letter.frames[n])
         confirmed = self._by_token.get(letter.ack_token)
         if confirmed is not None:
             confirmed.confirm(letter.ack)
+        kind, asked = letter.frames if letter.seq == 0 else (b"", b"")
+        if kind == _ACK:
+            if confirmed is not None and letter.ack < int.from_bytes(asked, "little"):
+                confirmed.send_again()
+            return
         peer = self._peers.get(letter.reply_to) or self._peer(letter.reply_to)
         if peer is None:
             return  # gone: what it still says is of no use to anybody
-        if letter.seq == 0:
-            self._answer(peer, confirmed, letter)
-        elif peer.incoming.is_next(letter, num_bytes):
-            self._dispatch(letter.frames)
+        if peer.incoming.is_next(letter):
+            self._dispatch(letter.reply_to, letter.frames)
             if peer.incoming.must_tell():
-                peer.tell(_ACK)
-        elif peer.incoming.must_ask(letter.seq):
-            peer.tell(_GAP)
-
-    def _answer(self, peer: _Peer, confirmed: _Peer | None, letter: Letter) -> None:
-        kind = letter.frames[0]
-        if kind == _PROBE:
-            peer.incoming.follow(letter.token)
-            is_whole = peer.incoming.num_received >= int.from_bytes(letter.frames[1], "little")
-            peer.tell(_ACK if is_whole else _GAP)
-        elif kind == _GAP and confirmed is not None:
-            confirmed.send_again()
+                peer.tell(_ACK, b"")
+        elif kind == _PROBE:
+            peer.tell(_ACK, asked)
 
     def _probe(self, now_s: float) -> None:
         with self._peers_lock:
@@ -185,13 +171,13 @@ class Mailbox:
             if peer.outgoing.must_probe(now_s):
                 peer.tell(_PROBE, peer.outgoing.num_sent.to_bytes(8, "little"))
 
-    def _dispatch(self, frames: Frames) -> None:
+    def _dispatch(self, sender: str, frames: Frames) -> None:
         handler = self._handlers.get(frames[0])
         if handler is None:
             _log.warning("a message of unknown kind %r was dropped", frames[0])
             return
         try:
-            handler(frames[1:])
+            handler(sender, frames[1:])
         except Exception:  # noqa: BLE001  boundary: the inbox thread serves everybody, one bad message must not end it
             _log.exception("the handler of a %r message failed", frames[0])
 
@@ -213,15 +199,14 @@ class _Peer:
 
     def send(self, frames: Sequence[Any]) -> None:
         """Send, and keep until the other end has it."""
-        parts = _split(frames)
+        kept = [bytes(frame) for frame in frames]
         with self._lock:
-            self._write(self.outgoing.number(parts), *parts)
+            self._write(self.outgoing.number(kept), kept)
 
     def send_again(self) -> None:
-        """All that is not confirmed, in order."""
         with self._lock:
-            for seq, parts in self.outgoing.unconfirmed():
-                self._write(seq, *parts)
+            for seq, frames in self.outgoing.unconfirmed:
+                self._write(seq, frames)
 
     def confirm(self, num_received: int) -> None:
         with self._lock:
@@ -230,7 +215,7 @@ class _Peer:
     def tell(self, *frames: bytes) -> None:
         """A message that is not counted; like all others it says how much has arrived."""
         with self._lock:
-            self._write(0, list(frames), [])
+            self._write(0, list(frames))
 
     def close(self, linger_ms: int) -> None:
         with self._lock:
@@ -238,16 +223,11 @@ class _Peer:
             if self._socket is not None:
                 self._socket.close(linger=linger_ms)
 
-    def _write(self, seq: int, frames: Frames, large: list[zmq.Frame]) -> None:
-        if self._is_closed:
-            return
-        incoming = self.incoming
-        ack = incoming.told() if incoming.token != NO_STREAM else 0
-        letter = _encode(Letter(self.outgoing.token, incoming.token, ack, seq, self._reply_to, frames))
-        if large:
-            self._open().send_multipart([letter, *large], copy=False)
-        else:
-            self._open().send(letter)
+    def _write(self, seq: int, frames: list[bytes]) -> None:
+        if not self._is_closed:
+            incoming = self.incoming
+            letter = Letter(self.outgoing.token, incoming.token, incoming.told(), seq, self._reply_to, frames)
+            self._open().send(_encode(letter))
 
     def _open(self) -> zmq.Socket[Any]:
         if self._socket is None:
@@ -263,23 +243,6 @@ class _Peer:
                 self._key.present(socket)
             socket.connect(self._endpoint)
         return self._socket
-
-
-_Parts: TypeAlias = tuple[Frames, list[zmq.Frame]]
-
-
-def _split(frames: Sequence[Any]) -> _Parts:
-    """Every part of a message costs ZeroMQ as much as a small message does: so small frames travel in one, and only
-    large ones, in ZeroMQ's memory, as parts of their own."""
-    small: Frames = []
-    large = []
-    for frame in frames:
-        if type(frame) is bytes and len(frame) < LARGE_FRAME_BYTES:
-            small.append(frame)
-        else:
-            small.append(None)
-            large.append(zmq.Frame(frame, copy=True))
-    return small, large
 
 
 def free_port(host: str) -> int:

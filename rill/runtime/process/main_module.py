@@ -44,7 +44,7 @@ def install_main(described: MainModule) -> None:
     """In a worker: make `__main__` find the names of the driver's script when they are asked for."""
     here = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules[WORKER_MAIN] = here
-    lock = threading.RLock()  # ranks that share a process ask at the same time
+    lock = threading.RLock()  # several threads may ask at the same time
     is_loading = False
 
     def load_and_find(attribute: str) -> Any:

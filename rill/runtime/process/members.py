@@ -25,12 +25,11 @@ class Member:
     address: WorkerAddress
     """Who it is and, once it has said hello, where."""
     ready: Handle
-    """Of its `__init__`."""
     is_running: bool = False
     is_leaving: bool = False
     """It was asked to end: its end is no news."""
-    has_said_goodbye: bool = False
-    """It ended in order, and all that it answered has arrived."""
+    goodbye: Handle | None = None
+    """Of its last call, before which all that it answered has arrived."""
 
     @property
     def identity(self) -> str:
@@ -47,7 +46,6 @@ class Member:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has ended, or could not start."""
         return not self.is_running or any(o is not None and o.error for o in self.ready.so_far())
 
 
@@ -73,6 +71,5 @@ class Group:
         return self.options.name
 
     def changed(self) -> None:
-        """Members have come or gone."""
         self.version = next(_versions)
         self.roster = None

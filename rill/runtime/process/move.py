@@ -27,35 +27,27 @@ _log = logging.getLogger(__name__)
 
 def move_group(supervisor: Supervisor, group: Group, seats: Sequence[Seat], timeout_s: float) -> Move:
     """Called with the group's changes held."""
-    laps = [time.monotonic()]
-    deadline_s = laps[0] + timeout_s
+    started_s = time.monotonic()
+    deadline_s = started_s + timeout_s
     members = list(group.members.values())
     before = [member.seat for member in members]
     supervisor.wait_started(members, timeout_s)
     states = supervisor.call(members, "state").wait(_left(deadline_s))
-    laps.append(time.monotonic())
     supervisor.retire(members, _left(deadline_s))
-    laps.append(time.monotonic())
     try:
         _start(supervisor, group, seats, deadline_s)
-        laps.append(time.monotonic())
         state_bytes = _restore(supervisor, group, states, deadline_s)
     except RunError as error:
         supervisor.retire(list(group.members.values()), 0.0)
         _start(supervisor, group, before, time.monotonic() + timeout_s)
         _restore(supervisor, group, states, time.monotonic() + timeout_s)
         raise RunError(f"{group.name} did not come up where it was moved to, and is back: {error}") from error
-    laps.append(time.monotonic())
-    state_s, stop_s, start_s, restore_s = (after - at for at, after in zip(laps, laps[1:], strict=False))
     move = Move(
         group=group.name,
         before=_devices(before),
         after=_devices(seats),
         state_bytes=state_bytes,
-        state_s=state_s,
-        stop_s=stop_s,
-        start_s=start_s,
-        restore_s=restore_s,
+        seconds=time.monotonic() - started_s,
     )
     _log.info("%s moved from %s to %s in %.2f s", group.name, move.before, move.after, move.seconds)
     return move

@@ -31,7 +31,7 @@ from rill.runtime.device.device import (
     on_node,
 )
 from rill.runtime.process.agent import Exited, Start
-from rill.runtime.process.agent_client import LocalNode, NodeClient, NodeEvents
+from rill.runtime.process.backend import LocalNode, NodeClient, NodeEvents
 from rill.runtime.process.session import Session, open_session
 
 START_WAIT_S = 120.0
@@ -49,8 +49,6 @@ def import_ray() -> Any:
 
 
 class RayBackend:
-    """A Ray cluster as a place to run."""
-
     is_spread = True
 
     def __init__(self, address: str, devices: DeviceSpec) -> None:
@@ -151,8 +149,6 @@ class RayBackend:
 
 
 class RayNode:
-    """A NodeClient for another machine of the Ray cluster."""
-
     def __init__(self, ray: Any, node: Node, ray_node_id: str, session_id: str, events: NodeEvents) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 import graphlib
 import logging
 import os
-import pickle
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import RillError, StuckError
+from rill.runtime.handle import Handle
 from rill.runtime.hub.service import name_of
+from rill.runtime.process.call import NO_ARGUMENTS, Call
 from rill.runtime.process.mailbox import Frames
-from rill.runtime.process.waits import DUMP, DUMPED, dump, waiting
+from rill.runtime.process.waits import dump, waiting
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
@@ -33,7 +33,7 @@ REPORT_FROM_S = 10.0
 """Shorter deadlines are polls, and not worth asking every process what it is doing."""
 REPORT_EVERY_S = 60.0
 REPORT_DIR_VARIABLE = "RILL_REPORT_DIR"
-_lock = threading.Lock()
+DUMP = b"dump"
 _log = logging.getLogger(__name__)
 
 
@@ -49,8 +49,6 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was found out."""
-
     edges: list[Edge]
     stacks: dict[str, dict[str, str]] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)
@@ -92,6 +90,15 @@ class Report:
         ]
 
 
+def answer_dumps(context: RuntimeContext) -> None:
+    """Have this process answer when its waits and stacks are asked for."""
+
+    def answer(sender: str, frames: Frames) -> None:
+        Call.read(sender, frames).answer_at_once(context, dump())
+
+    context.mailbox.on(DUMP, answer)
+
+
 def stuck(context: RuntimeContext, what: str, limit_s: float) -> StuckError:
     """The error to raise for a wait on `what` that passed its deadline, with the report written beside it."""
     me = context.address.name
@@ -106,8 +113,9 @@ def late(context: RuntimeContext, message: str, limit_s: float, own: Edge | None
 def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> str:
     """`message` about a passed deadline, with the report written and its summary added, or the report of another."""
     try:
-        path = report_path(context)
-        other = context.hub.call("registry.claim", ["report", str(path), REPORT_EVERY_S], ASK_S)
+        stem = f"stuck-{context.address.name}-{time.strftime('%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
+        path = report_folder(context) / f"{stem}.md"
+        other = context.hub.call("registry.claim_report", [str(path), REPORT_EVERY_S], ASK_S)
         if other:
             return f"{message}; {other}, written for another wait, has the whole picture"
         report = collect(context, own)
@@ -118,39 +126,22 @@ def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> s
 
 
 def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
-    """Ask everybody."""
-    hub, mailbox = context.hub, context.mailbox
-    answers: dict[str, Any] = {context.address.identity: dump()}
-    others = {a.identity: a for a in context.directory.everybody() if a.identity not in answers}
-    arrived = threading.Event()
-
-    def take(frames: Frames) -> None:
-        answers[frames[0].decode()] = pickle.loads(frames[1])
-        if others.keys() <= answers.keys():
-            arrived.set()
-
-    with _lock:
-        mailbox.on(DUMPED, take)
-        for address in others.values():
-            reply_to = context.address.endpoint_from(address.node_id).encode()
-            mailbox.post(address.endpoint_from(context.site.node_id), [DUMP, reply_to])
-        if others:
-            arrived.wait(ASK_S)
-    channels = hub.call("broker.all_stats", None, ASK_S)
-    turns = hub.call("locks.turns", None, ASK_S)
-    channel_waits = hub.call("broker.waits", None, ASK_S)
+    answers: dict[str, Any] = {context.address.name: dump()}
+    others = [address for address in context.directory.everybody() if address.name not in answers]
+    asking = Handle("dump", others)
+    context.calls.call(asking, "", NO_ARGUMENTS, kind=DUMP)
+    asking.ended(ASK_S)
+    for address, outcome in zip(others, asking.so_far(), strict=True):
+        if outcome is not None and outcome.error is None:
+            answers[address.name] = outcome.value
+    channels, channel_waits = context.hub.call("broker.overview", None, ASK_S)
+    turns = context.hub.call("locks.turns", None, ASK_S)
     edges = _edges(answers, channels, turns, channel_waits)
     if own is not None and not any(edge.waiter == own.waiter for edge in edges):
         edges.insert(0, own)
-    stacks = {name_of(client): answer["stacks"] for client, answer in answers.items()}
-    silent = sorted(name_of(client) for client in others.keys() - answers.keys())
+    stacks = {name: answer["stacks"] for name, answer in answers.items()}
+    silent = sorted(address.name for address in others if address.name not in answers)
     return Report(edges, stacks, silent, channels)
-
-
-def report_path(context: RuntimeContext) -> Path:
-    """Where this process's next report goes."""
-    stem = f"stuck-{context.address.name}-{time.strftime('%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
-    return report_folder(context) / f"{stem}.md"
 
 
 def report_folder(context: RuntimeContext) -> Path:
@@ -187,9 +178,8 @@ def _edges(answers: dict[str, Any], channels: Any, turns: Any, channel_waits: An
             why = f"devices {turn['devices']}"
             edges += [Edge(name_of(client), holder, why, now_s - since_s) for holder in holders]
     known = {(edge.waiter, edge.why) for edge in edges}
-    for client, answer in answers.items():
+    for waiter, answer in answers.items():
         for what, on, wait_s, _ in answer["waits"]:
-            waiter = name_of(client)
             if not on.startswith(("channel:", "locks:")) and (waiter, what) not in known:
                 known.add((waiter, what))
                 edges.append(Edge(waiter, on, what, wait_s))

@@ -22,7 +22,9 @@ class ScratchFolder:
 
     def __init__(self, purpose: str, root: Path | str | None = None) -> None:
         """Inside `root`; by default in the cluster's shared memory, else the machine's, else among temporary files."""
-        place = _default_root() if root is None else Path(root)
+        if root is None and runtime_context.is_set():
+            root = runtime_context.current().site.shm_dir
+        place = Path(root or (SHM_ROOT if is_shm_usable() else tempfile.gettempdir()))
         place.mkdir(parents=True, exist_ok=True)
         sweep(place)
         self.path = place / f"{SESSION_PREFIX}{purpose}-{secrets.token_hex(6)}"
@@ -30,7 +32,6 @@ class ScratchFolder:
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove it with everything in it."""
         self._remove()
         self._lock.close()
 
@@ -39,9 +40,3 @@ class ScratchFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _default_root() -> Path:
-    if runtime_context.is_set():
-        return runtime_context.current().site.shm_dir
-    return SHM_ROOT if is_shm_usable() else Path(tempfile.gettempdir())

@@ -31,15 +31,12 @@ _NURSERY_AGE_S = 60.0
 
 @dataclass(slots=True)
 class Session:
-    """One session's folders and this process's hold on them."""
-
     session_id: str
     session_dir: Path
     shm_dir: Path
     _locks: list[IO[str]] = field(repr=False)
 
     def close(self) -> None:
-        """Remove what is left and let go."""
         remove_session(self.session_dir, self.shm_dir)
         for lock in self._locks:
             lock.close()
@@ -81,7 +78,6 @@ def hold_session(*folders: Path) -> Iterator[None]:
 
 
 def remove_session(session_dir: Path, shm_dir: Path) -> None:
-    """Remove both folders, whatever is left in them."""
     shutil.rmtree(shm_dir, ignore_errors=True)
     shutil.rmtree(session_dir, ignore_errors=True)
 

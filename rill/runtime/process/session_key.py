@@ -1,7 +1,7 @@
 """The secret of a session that spans several nodes, and the doors it locks. On one node sockets are files in a folder
 that only its user can enter.
 
-    calls, hub, receipts        CURVE: encrypted, both ends prove that they have the key
+    calls, sends, hub           CURVE: encrypted, both ends prove that they have the key
     requests to a store server  a MAC over each request, and over that part of the answer that will be unpickled
     payloads of a store         in the clear: encryption costs a large part of the bandwidth
 

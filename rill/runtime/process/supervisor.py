@@ -15,25 +15,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from rill.errors import PeerDiedError, PlanError, RunError, StuckError, UserError
+from rill.errors import PlanError, RunError, StuckError, UserError
 from rill.runtime.address import DRIVER_GROUP, WorkerAddress
 from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, gpus_of
 from rill.runtime.device.placement import Placement, Seat, resolve, seats_on_free_devices
 from rill.runtime.group import Move, Roster, check_class
-from rill.runtime.handle import Handle, Reply
+from rill.runtime.handle import Handle
 from rill.runtime.hub.membership import LEFT
-from rill.runtime.process.agent_client import NodeClient
-from rill.runtime.process.call import encode_arguments
+from rill.runtime.process.backend import NodeClient
+from rill.runtime.process.call import NO_ARGUMENTS, encode_arguments
 from rill.runtime.process.launcher import Launcher
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.members import Group, Member
 from rill.runtime.process.move import move_group
-from rill.runtime.process.worker_main import GOODBYE, HELLO, INIT, MEMBERS, NO_HUB, STOP
+from rill.runtime.process.worker_main import HELLO, INIT, MEMBERS, NO_HUB, STOP
 from rill.runtime.transfer.parcel import pack_inline
 from rill.runtime.worker import LaunchSpec, Worker
 
 KILL_WAIT_S = 10.0
+MAX_LAUNCH_BYTES = 2**32 - 2**20
 GOODBYE_WAIT_S = 2.0
 HELLO_WAIT_S = 600.0
 """From a process's start to its hello, before anything of the user's is imported: long only where a node is overloaded.
@@ -41,8 +42,6 @@ HELLO_WAIT_S = 600.0
 
 
 class Supervisor:
-    """The groups of one cluster. Thread-safe."""
-
     def __init__(
         self,
         context: RuntimeContext,
@@ -65,14 +64,19 @@ class Supervisor:
         self.moves: list[Move] = []
         self._is_closed = False
         context.mailbox.on(HELLO, self._on_hello)
-        context.mailbox.on(GOODBYE, self._on_goodbye)
 
     # --- what a group asks for ----------------------------------------------------------------------------
 
     def launch(self, cls: type[Worker], options: LaunchSpec) -> None:
         """Start a group. Nothing is left of one that an agent refuses."""
         check_class(cls)
-        payload = pack_inline(encode_arguments((cls,), options.init_kwargs))
+        arguments = encode_arguments((cls,), options.init_kwargs)
+        if arguments.num_bytes > MAX_LAUNCH_BYTES:
+            raise UserError(
+                f"{options.name} is launched with {arguments.num_bytes} bytes of arguments, {MAX_LAUNCH_BYTES} can be "
+                "sent: give it what is large by a channel or a file"
+            )
+        payload = pack_inline(arguments)
         with self._lock:
             self._check_name(options.name)
             seats = resolve(options.placement, self._devices())
@@ -131,7 +135,10 @@ class Supervisor:
                 seats: Sequence[Seat] = resolve(placement, self._devices())
             else:
                 last = list(group.members.values())[-1].seat
-                seats = seats_on_free_devices(name, count or 0, last, self._devices(), self._held_devices())
+                with self._lock:
+                    members = [m for group in self._groups.values() for m in group.members.values()]
+                held = {device.id for member in members for device in member.seat.devices}
+                seats = seats_on_free_devices(name, count or 0, last, self._devices(), held)
             seats = [Seat(group.next_rank + n, seat.devices) for n, seat in enumerate(seats)]
             group.next_rank += len(seats)
             new = self._start(group, seats, (*group.members, *(seat.rank for seat in seats)))
@@ -261,7 +268,7 @@ class Supervisor:
             )
             self._by_key[member.identity] = member
         num_threads = options.threads or max(1, node.node.num_cores // num_sharing)
-        request = self._launcher.worker(node, address, ranks, seat.devices, options.env, num_threads)
+        request = self._launcher.worker(node, member, ranks, num_threads)
         member.is_running = True
         try:
             node.start(request)
@@ -280,7 +287,8 @@ class Supervisor:
         if is_told and asked:
             self.call(asked, "notice", notice_s, concurrent=True)
         for member in asked if notice_s > 0 else ():
-            self.context.mailbox.post(member.address.endpoint_from(self.context.site.node_id), [STOP])
+            member.goodbye = Handle(STOP, [member.address])
+            self.context.calls.call(member.goodbye, STOP, NO_ARGUMENTS)
 
     def _end(self, members: Sequence[Member]) -> None:
         """Kill the processes that run, and wait until the agents say so."""
@@ -307,29 +315,27 @@ class Supervisor:
 
     def process_ended(self, key: str, reason: str) -> None:
         """The agent of its node says so. Keys of processes that are no group's are none of our business."""
+        member = self._by_key.get(key)
+        if member is None:
+            return
+        if member.goodbye is not None and reason.startswith("exit code 0"):
+            member.goodbye.ended(GOODBYE_WAIT_S)  # its last answers may be on their way
         with self._lock:
-            member = self._by_key.get(key)
-            if member is None or not member.is_running:
+            if self._by_key.pop(key, None) is None:
                 return
-            if member.is_leaving and reason.startswith("exit code 0"):  # its last answers may be on their way
-                self._changed.wait_for(lambda: member.has_said_goodbye, GOODBYE_WAIT_S)
-            del self._by_key[key]
             member.is_running = False
-            has_ended_in_order = member.is_leaving
             self._changed.notify_all()
+        told = LEFT if member.is_leaving else reason
         if endpoint := member.address.endpoint_from(self.context.site.node_id):
             self.context.mailbox.forget(endpoint)
         # First the hub: whoever hears of the death by a failed call finds there what the dead process had taken.
         with contextlib.suppress(RunError):  # no hub any more: who waits here must hear of it all the same
-            self.context.hub.submit("registry.died", [key, LEFT if has_ended_in_order else reason])
-        told = "it was closed or removed" if has_ended_in_order else reason
+            self.context.hub.submit("registry.died", [key, told])
         self.context.directory.report_death(key, told)
         if not member.has_said_hello:
-            name = member.address.name
-            member.ready.fill(0, Reply.lost(PeerDiedError(f"{name} died before it was ready: {reason}")))
+            member.ready.lose(0, f"died before it was ready: {reason}")
 
     def node_lost(self, node_id: str, reason: str) -> None:
-        """All processes of a node are gone with its agent."""
         with self._lock:
             lost = [key for key, member in self._by_key.items() if member.seat.node_id == node_id]
         for key in lost:
@@ -344,7 +350,7 @@ class Supervisor:
             endpoint = member.address.endpoint_from(self.context.site.node_id)
             self.context.mailbox.post(endpoint, [NO_HUB, reason.encode()])
 
-    def _on_hello(self, frames: Frames) -> None:
+    def _on_hello(self, _: str, frames: Frames) -> None:
         address = pickle.loads(frames[0])
         assert isinstance(address, WorkerAddress)
         with self._lock:
@@ -356,13 +362,6 @@ class Supervisor:
             # Under the lock: whoever calls the group from now on comes after its `__init__`.
             self.context.calls.call(member.ready, INIT, member.group.init_payload)
             self._changed.notify_all()
-
-    def _on_goodbye(self, frames: Frames) -> None:
-        with self._lock:
-            member = self._by_key.get(bytes(frames[0]).decode())
-            if member is not None:
-                member.has_said_goodbye = True
-                self._changed.notify_all()
 
     # --- what there is ------------------------------------------------------------------------------------
 
@@ -377,11 +376,6 @@ class Supervisor:
                 if ranks:
                     found[name] = ranks
         return found
-
-    def _held_devices(self) -> set[int]:
-        with self._lock:
-            members = [member for group in self._groups.values() for member in group.members.values()]
-        return {device.id for member in members for device in member.seat.devices}
 
     def _group(self, name: str) -> Group:
         with self._lock:

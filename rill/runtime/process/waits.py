@@ -7,7 +7,6 @@ with its open waits and the Python stacks of all its threads, and of the tasks o
 from __future__ import annotations
 
 import asyncio
-import pickle
 import sys
 import threading
 import time
@@ -16,13 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rill.runtime.process.mailbox import Frames, Mailbox
-
-DUMP, DUMPED = b"dump", b"dumped"
-
+from typing import Any
 
 before: list[Callable[[], None]] = []
 """Called by a thread that is about to wait."""
@@ -62,7 +55,6 @@ class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it st
             hook(on, time.monotonic() - self._since_s)
 
     def row(self, now_s: float) -> list[Any]:
-        """As a dump holds it."""
         return [self.what, self.on if isinstance(self.on, str) else self.on(), now_s - self._since_s]
 
 
@@ -118,12 +110,3 @@ def frames_of(task: asyncio.Task[Any]) -> Iterator[FrameType]:
 
 def _line(frame: FrameType) -> str:
     return f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
-
-
-def answer_dumps(mailbox: Mailbox, identity: str) -> None:
-    """Have this process answer when its waits are asked for."""
-
-    def answer(frames: Frames) -> None:
-        mailbox.post(frames[0].decode(), [DUMPED, identity.encode(), pickle.dumps(dump())])
-
-    mailbox.on(DUMP, answer)

@@ -37,9 +37,9 @@ from rill.telemetry import trace
 if TYPE_CHECKING:
     from rill.runtime.device.device import Device
 
-HELLO, STOP, GOODBYE, NO_HUB = b"hello", b"stop", b"goodbye", b"no-hub"
-INIT, MEMBERS = "__init__", "__members__"
-"""Calls that the runtime makes: build the worker; take note of the group's ranks."""
+HELLO, NO_HUB = b"hello", b"no-hub"
+INIT, MEMBERS, STOP = "__init__", "__members__", "__stop__"
+"""Calls that the runtime makes: build the worker; take note of the group's ranks; end, and answer last of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,9 @@ class WorkerSpec:
     site: Site
     driver: WorkerAddress
     address: WorkerAddress
-    """Who it is."""
     ranks: tuple[int, ...]
     devices: tuple[Device, ...]
     device: str
-    """The torch device."""
     num_threads: int
     main: MainModule
     sys_path: list[str]
@@ -63,7 +61,6 @@ class WorkerSpec:
 
 
 def main(start: bytes) -> None:
-    """Entry of the process; `start` is a pickled WorkerSpec."""
     spec = pickle.loads(start)
     assert isinstance(spec, WorkerSpec)
     faulthandler.enable()
@@ -87,43 +84,38 @@ class WorkerProcess:
     """One rank: its worker, its surroundings, and how calls run on it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        registration = {
-            "rank": spec.address.rank,
-            "world_size": len(spec.ranks),
-            "devices": [device.id for device in spec.devices],
-        }
+        device_ids = [device.id for device in spec.devices]
         self.context = RuntimeContext(
-            spec.site, spec.address, spec.socket_name, torch_device=spec.device, registration=registration
+            spec.site, spec.address, spec.socket_name, torch_device=spec.device, device_ids=device_ids
         )
         self._spec = spec
         self._name = self.context.address.name
         self._worker: Worker | None = None
         self._init_error = ""
         self._has_tried = threading.Event()
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Say hello, then serve calls until a stop message."""
         context, mailbox = self.context, self.context.mailbox
         runtime_context.install(context)
         mailbox.on(CALL, self._on_call)
-        mailbox.on(STOP, lambda _: self._calls.put(None))
-        mailbox.on(NO_HUB, lambda frames: context.hub.abandon(frames[0].decode()))
+        mailbox.on(NO_HUB, lambda _, frames: context.hub.abandon(frames[0].decode()))
         mailbox.start()
         driver = self._spec.driver.endpoint_from(context.site.node_id)
         mailbox.post(driver, [HELLO, pickle.dumps(context.address)])
-        while (call := self._calls.get()) is not None:
+        while (call := self._calls.get()).method != STOP:
             self._run(call)
         try:
             if self._worker is not None:
                 self._worker.close()
         finally:
-            mailbox.post(driver, [GOODBYE, context.address.identity.encode()])  # after every answer
+            call.answer_at_once(context)
             runtime_context.uninstall(context)
             context.close()
 
-    def _on_call(self, frames: Frames) -> None:
-        call = Call.read(frames)
+    def _on_call(self, sender: str, frames: Frames) -> None:
+        call = Call.read(sender, frames)
         if call.is_concurrent:
             threading.Thread(target=self._run_beside, args=(call,), name=call.method, daemon=True).start()
         else:
@@ -134,7 +126,6 @@ class WorkerProcess:
         self._run(call)
 
     def _run(self, call: Call) -> None:
-        """Run a call here and answer it."""
         timers = begin_call()
         started_s = time.perf_counter()
         recorder = self.context.recorder
@@ -152,9 +143,9 @@ class WorkerProcess:
 
     def _invoke(self, call: Call) -> Any:
         if call.method == INIT:
-            self._build(call.payload)
+            self._build(call)
             return None
-        args, kwargs = self.context.parcels.unpack(call.payload, device=self.context.torch_device)
+        args, kwargs = self.context.unpack(call.payload, call.sender)
         if self._worker is None:
             raise UserError(
                 f"{self._name} was not initialised: its __init__ failed ({self._init_error}), relaunch it or close "
@@ -166,10 +157,10 @@ class WorkerProcess:
         value = getattr(self._worker, call.method)(*args, **kwargs)
         return asyncio.run(value) if inspect.iscoroutine(value) else value
 
-    def _build(self, payload: Frames) -> None:
+    def _build(self, call: Call) -> None:
         """Reading it imports the worker's class."""
         try:
-            (cls,), kwargs = self.context.parcels.unpack(payload, device=self.context.torch_device)
+            (cls,), kwargs = self.context.unpack(call.payload, call.sender)
             self._worker = build(cls, self._spec, kwargs)
         except BaseException as error:
             self._init_error = f"{type(error).__name__}: {error}"

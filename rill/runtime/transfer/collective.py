@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """What torch.distributed.init_process_group needs."""
-
     init_method: str
     rank: int
     """The place among the group's ranks, from 0 without gaps."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.device.accelerator import CPU, accelerator, accelerator_of
+from rill.runtime.device.accelerator import accelerator, accelerator_of
 from rill.runtime.transfer import wire
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def shares_a_device(me: WorkerAddress, peer: WorkerAddress) -> bool:
-    """Whether `peer` sees a device of `me`."""
     return me.node_id == peer.node_id and bool(set(me.gpus) & set(peer.gpus))
 
 
@@ -46,17 +45,3 @@ def open_copy(kind: str, handle: Any) -> Any:
     mine = theirs.to(wire.decoding_device() or theirs.device, copy=True)
     device.synchronize(mine.device)  # the receipt lets the sender change its memory
     return mine
-
-
-def has_device_tensors(obj: Any) -> bool:
-    """Whether there is a tensor in `obj` that is not in host memory."""
-    found: list[bool] = []
-
-    def look(tensor: Any) -> tuple[Any, tuple[Any, ...]] | None:
-        if tensor.device.type == CPU:
-            return None
-        found.append(True)
-        return tuple, ()
-
-    wire.encode(obj, device_hook=look)
-    return bool(found)

@@ -11,11 +11,12 @@ its own. A reader's death gives its slots back.
 from __future__ import annotations
 
 import pickle
-import queue
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.transfer import wire
@@ -30,24 +31,8 @@ INLINE_MAX_BYTES = 64 * 1024
 
 Slot: TypeAlias = tuple[str, int]
 
-
-class Reader(Protocol):
-    """Whom a parcel is for."""
-
-    @property
-    def identity(self) -> str: ...
-
-
-class _Place(NamedTuple):
-    """Where a parcel lies, and whom to tell when it has been read."""
-
-    ref: Ref
-    endpoint: str
-    tcp_endpoint: str
-    is_for_several: bool
-
-    def owner_endpoint(self, node_id: str) -> str:
-        return self.endpoint if node_id == self.ref.node_id else self.tcp_endpoint
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[Ref, bool]).decode
 
 
 def pack_inline(encoded: wire.Encoded) -> Frames:
@@ -61,89 +46,71 @@ class Parcels:
     def __init__(self, context: RuntimeContext) -> None:
         self._context = context
         self._lock = threading.Lock()
-        self._lent: dict[Slot, Counter[str]] = {}
+        self.lent: dict[Slot, Counter[str]] = {}
         """slot -> how often it is lent to whom, by identity."""
-        # A release may come from a destructor at any moment: SimpleQueue.put is safe there, a lock is not.
-        self._released: queue.SimpleQueue[tuple[str, Slot] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        context.mailbox.on(FREE, self._on_free)
+        self._released: deque[tuple[str, Slot]] = deque()
+        context.mailbox.on(FREE, lambda _, frames: self._returned(*pickle.loads(frames[0])))
+        context.hub.add_ticker(self._tell_owners)
 
-    def pack(
-        self, encoded: wire.Encoded, readers: Sequence[Reader], timeout_s: float = FULL_WAIT_S
-    ) -> Frames:
-        """The frames that carry `encoded` to each of `readers`; the first tells how."""
+    def pack(self, encoded: wire.Encoded, readers: Iterable[str], timeout_s: float = FULL_WAIT_S) -> Frames:
+        """The frames that carry `encoded` to each of `readers`, by identity; the first tells how."""
         if encoded.num_bytes <= INLINE_MAX_BYTES:
             return pack_inline(encoded)
         ref = self._context.store.write(encoded, timeout_s)
+        lent = Counter(readers)
+        is_for_several = lent.total() > 1
         with self._lock:
-            self._lent[ref.slot] = Counter(reader.identity for reader in readers)
-        for reader in readers:
-            if self._context.directory.is_dead(reader.identity):
-                self.peer_died(reader.identity)
-        mailbox = self._context.mailbox
-        return [pickle.dumps(tuple(_Place(ref, mailbox.endpoint, mailbox.tcp_endpoint, len(readers) > 1)))]
+            self.lent[ref.slot] = lent
+        for reader in list(lent):
+            if reader in self._context.directory.dead:
+                self.peer_died(reader)
+        return [_encode((ref, is_for_several))]
 
-    def unpack(self, frames: Frames, *, device: str | None = None) -> Any:
-        """The object. Call once per message."""
+    def unpack(self, frames: Frames, sender: str, *, device: str | None = None) -> Any:
+        """The object. Call once per message. `sender`: the mailbox of the owner, which hears when it has been read."""
         if not frames[0]:
             # Frames are read-only, and what is received may be written to.
             return wire.decode(frames[1], [bytearray(frame) for frame in frames[2:]], device=device)
-        place = _Place(*pickle.loads(frames[0]))
-        if place.is_for_several or place.ref.node_id != self._context.site.node_id:
-            header, buffers = self._load(place)
-            return wire.decode(header, buffers, device=device)
-        return self._context.store.read(place.ref, self._releaser(place), device=device)
+        ref, is_for_several = _decode(frames[0])
+
+        def release() -> None:
+            """Perhaps from a finalizer, at any moment: no lock may be taken here."""
+            self._released.append((sender, ref.slot))
+            self._context.hub.wake()
+
+        if not is_for_several:
+            return self._context.store.read(ref, release, device=device)
+        try:
+            header, buffers = self._context.store.load(ref)
+        finally:
+            release()
+        return wire.decode(header, buffers, device=device)
 
     def peer_died(self, identity: str) -> None:
         """Take back what a dead process had borrowed."""
         with self._lock:
-            counts = [(slot, readers[identity]) for slot, readers in self._lent.items()]
+            counts = [(slot, readers[identity]) for slot, readers in self.lent.items()]
         for slot, count in counts:
             for _ in range(count):
                 self._returned(identity, slot)
 
-    def num_lent(self) -> int:
-        """Slots that some reader still holds."""
-        with self._lock:
-            return len(self._lent)
-
-    def close(self) -> None:
-        """Stop telling owners about releases; everything ends now."""
-        self._released.put(None)
-
-    def _load(self, place: _Place) -> tuple[bytes, list[memoryview]]:
-        try:
-            loaded: tuple[bytes, list[memoryview]] = self._context.store.load(place.ref)
-            return loaded
-        finally:
-            self._releaser(place)()
-
-    def _releaser(self, place: _Place) -> Callable[[], None]:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._tell_owners, name="rill-release", daemon=True)
-                self._thread.start()
-        released = (place.owner_endpoint(self._context.site.node_id), place.ref.slot)
-        return lambda: self._released.put(released)
-
-    def _tell_owners(self) -> None:
+    def _tell_owners(self, _: float) -> float:
+        """On the hub's io thread."""
         identity = self._context.address.identity
-        while (released := self._released.get()) is not None:
-            owner_endpoint, slot = released
-            self._context.mailbox.post(owner_endpoint, [FREE, pickle.dumps((identity, slot))])
-
-    def _on_free(self, frames: Frames) -> None:
-        self._returned(*pickle.loads(frames[0]))
+        while self._released:
+            owner, slot = self._released.popleft()
+            self._context.mailbox.post(owner, [FREE, pickle.dumps((identity, slot))])
+        return 1.0
 
     def _returned(self, identity: str, slot: Slot) -> None:
         """By a reader; not again what was taken back when it was declared dead."""
         with self._lock:
-            readers = self._lent.get(slot, Counter())
+            readers = self.lent.get(slot, Counter())
             if not readers[identity]:
                 return
             readers[identity] -= 1
             is_free = not readers.total()
             if is_free:
-                del self._lent[slot]
+                del self.lent[slot]
         if is_free:
             self._context.store.free([slot])

@@ -2,7 +2,7 @@
 
     send ──▶ peer's mailbox ──▶ arrivals by (group, rank, tag) ──▶ recv
       ▲                                                              │
-      └── receipt, for what the receiver copies out of device memory ◀┘
+      └── an answer, where the receiver copies out of device memory ◀┘
 
     from → to                                       object                          its GPU tensors
     the same rank                                   reference                       reference
@@ -17,44 +17,39 @@ wait on it with an error that names it; what it had sent and nobody had received
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from rill.errors import PeerDiedError, StuckError, UserError
+from rill.runtime.handle import Handle
+from rill.runtime.hub.service import name_of
+from rill.runtime.process.call import Call
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.waits import waiting
 from rill.runtime.transfer import wire
-from rill.runtime.transfer.device_ipc import Exporter, has_device_tensors, shares_a_device
+from rill.runtime.transfer.device_ipc import Exporter, shares_a_device
 
 if TYPE_CHECKING:
     from rill.runtime.address import WorkerAddress
     from rill.runtime.context import RuntimeContext
 
-SEND, RECEIPT = b"send", b"rcpt"
+SEND = b"send"
+NO_ANSWER = 0
+"""In the place of a call's number: nobody waits for the receiver's word."""
 DEFAULT_WAIT_S = 600.0
 _BROADCAST = "\0broadcast"
+_encode = msgspec.msgpack.Encoder().encode
 
-Source: TypeAlias = tuple[str, int, str]
-"""Group, rank and tag."""
+Source: TypeAlias = tuple[str, str]
+"""The sender's name, and the tag."""
 Arrival: TypeAlias = Callable[[], Any]
 """Opens an object that has arrived; called once, in the thread that receives it."""
-
-
-class _Envelope(NamedTuple):
-    """What is said of an object on its way."""
-
-    source: Source
-    """The sender, and the tag."""
-    reply_to: str
-    """The sender's mailbox."""
-    number: int
-    """What the receipt names; 0: nobody waits for one."""
 
 
 class PointToPoint:
@@ -66,48 +61,46 @@ class PointToPoint:
         self._directory = context.directory
         self._changed = threading.Condition()
         self._arrivals: dict[Source, deque[Arrival]] = {}
-        self._unreceived: set[int] = set()
-        """Sends that wait for their receipt."""
-        self._numbers = count(1)
-        self._routes: Counter[str] = Counter()
+        self.routes: Counter[str] = Counter()
+        """How many objects this process sent by each route."""
         self._is_closed = False
         context.mailbox.on(SEND, self._on_send)
-        context.mailbox.on(RECEIPT, self._on_receipt)
-        self._directory.on_death(self._on_death)
+        self._directory.on_death(lambda *_: self._on_death())
 
     def send(
         self, obj: Any, group: str, rank: int, *, tag: str = "", timeout_s: float = DEFAULT_WAIT_S
     ) -> None:
-        """Send `obj`; returns when it may be changed again."""
         if (group, rank) == (self._me.group, self._me.rank):
-            self._count("reference")
-            self._deliver((group, rank, tag), lambda: obj)
+            self.routes["reference"] += 1
+            self._deliver((self._me.name, tag), lambda: obj)
             return
         deadline_s = time.monotonic() + timeout_s
-        peer = self._directory.find(group, rank, timeout_s)
-        exporter = self._exporter_for(peer)
-        encoded = wire.encode(obj, device_hook=exporter)
-        self._post([peer], tag, encoded, deadline_s, exporter.kind if exporter is not None else "")
+        self._send_to(self._directory.find(group, rank, timeout_s), tag, obj, deadline_s)
 
     def broadcast(
         self, obj: Any, ranks: Sequence[int], *, source: int, timeout_s: float = DEFAULT_WAIT_S
     ) -> Any:
-        """Called by every rank of this group; gives each what rank `source` gave. Written once; GPU tensors that others
-        can open go to each by its own route."""
+        """Called by every rank of this group; gives each what rank `source` gave. Written once, but for those who can
+        open this rank's device memory."""
         group, rank = self._me.group, self._me.rank
         if source not in ranks:
             raise UserError(f"{group} has ranks {', '.join(map(str, ranks))}: rank {source} cannot broadcast")
         if rank != source:
             return self.recv(group, source, tag=_BROADCAST, timeout_s=timeout_s)
         deadline_s = time.monotonic() + timeout_s
-        others = [other for other in ranks if other != rank]
-        peers = [self._directory.find(group, other, _left_s(deadline_s)) for other in others]
-        if any(map(self._exporter_for, peers)) and has_device_tensors(obj):
-            for other in others:
-                self.send(obj, group, other, tag=_BROADCAST, timeout_s=_left_s(deadline_s))
-        elif peers:
-            self._post(peers, _BROADCAST, wire.encode(obj), deadline_s)
+        peers = [self._directory.find(group, one, _left_s(deadline_s)) for one in ranks if one != rank]
+        far = [peer for peer in peers if self._exporter_for(peer) is None]
+        if far:
+            self._post(far, _BROADCAST, wire.encode(obj), deadline_s)
+        for peer in peers:
+            if peer not in far:
+                self._send_to(peer, _BROADCAST, obj, deadline_s)
         return obj
+
+    def _send_to(self, peer: WorkerAddress, tag: str, obj: Any, deadline_s: float) -> None:
+        exporter = self._exporter_for(peer)
+        encoded = wire.encode(obj, device_hook=exporter)
+        self._post([peer], tag, encoded, deadline_s, exporter.kind if exporter is not None else "")
 
     def _exporter_for(self, peer: WorkerAddress) -> Exporter | None:
         """What takes device tensors out of an object for `peer`; None where they travel through the host."""
@@ -124,60 +117,42 @@ class PointToPoint:
         exported: str = "",
     ) -> None:
         """One object to peers that are not this process. `exported`: the kind of device on which some of it stays until
-        the (then only) peer has copied it."""
-        context, me = self._context, self._me
-        frames = context.parcels.pack(encoded, peers, _left_s(deadline_s))
-        number = next(self._numbers) if exported else 0
-        try:
-            if exported:
-                self._unreceived.add(number)
-            for peer in peers:
-                envelope = _Envelope((me.group, me.rank, tag), me.endpoint_from(peer.node_id), number)
-                message = [SEND, pickle.dumps(tuple(envelope)), *frames]
-                context.mailbox.post(peer.endpoint_from(context.site.node_id), message)
-                near = "shared_memory" if peer.node_id == context.site.node_id else "tcp"
-                self._count(f"{exported}_ipc" if exported else near if frames[0] else "message")
-            if exported:
-                self._wait_received(number, peers[0], deadline_s)
-        finally:
-            self._unreceived.discard(number)
-
-    def _wait_received(self, number: int, peer: WorkerAddress, deadline_s: float) -> None:
-        """Until the peer has copied what lies in our device memory, which may then change."""
-        with self._changed, waiting(f"send to {peer.name}", peer.name):
-            in_time = self._changed.wait_for(
-                lambda: self._directory.is_dead(peer.identity) or number not in self._unreceived,
-                _left_s(deadline_s),
-            )
-        if self._directory.is_dead(peer.identity):
-            raise PeerDiedError(f"{self._me.name}: send to {peer.name}, which is gone")
-        if not in_time:
-            raise StuckError(f"{self._me.name}: send waited for {peer.name} to receive until its deadline")
+        the (then only) peer has copied it, which it tells as it would answer a call."""
+        context = self._context
+        frames = context.parcels.pack(encoded, (peer.identity for peer in peers), _left_s(deadline_s))
+        for peer in peers:
+            near = "shared_memory" if peer.node_id == context.site.node_id else "tcp"
+            self.routes[f"{exported}_ipc" if exported else near if frames[0] else "message"] += 1
+        if exported:
+            handle = Handle(f"send to {peers[0].name}", peers, context.late)
+            context.calls.call(handle, tag, frames, kind=SEND)
+            handle.wait(_left_s(deadline_s))
+            return
+        call = _encode(Call(NO_ANSWER, 0, tag, False, self._me.identity))
+        for peer in peers:
+            context.mailbox.post(peer.endpoint_from(context.site.node_id), [SEND, call, *frames])
 
     def recv(self, group: str, rank: int, *, tag: str = "", timeout_s: float = DEFAULT_WAIT_S) -> Any:
-        """The next object from a worker with this tag."""
-        source, peer = (group, rank, tag), f"{group}[{rank}]"
-        with self._changed:
-            before = self._directory.last_death(peer)
-            is_there = source in self._arrivals
-        # Asked outside the lock, because it may ask the hub; a death after that ends the wait.
-        death = "" if is_there else self._directory.death_of(peer)
-        with waiting(f"recv from {peer}", peer), self._changed:
-            self._changed.wait_for(
-                lambda: source in self._arrivals or death or self._end_of(peer, before), timeout_s
-            )
-            if source in self._arrivals:
-                arrival = self._take_first(source)
-            elif death := death or self._end_of(peer, before):
-                raise PeerDiedError(f"{self._me.name}: recv from {peer}: {peer} is gone: {death}")
-            else:
-                raise StuckError(f"{self._me.name}: recv from {peer} did not end within {timeout_s:g} s")
+        deadline_s = time.monotonic() + timeout_s
+        name = f"{group}[{rank}]"
+        source = (name, tag)
+        with waiting(f"recv from {name}", name):
+            # Asked outside the lock, because it may ask the hub; a death after that ends the wait.
+            peer = None if source in self._arrivals else self._directory.find(group, rank, timeout_s)
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: source in self._arrivals or self._end_of(peer), _left_s(deadline_s)
+                )
+                if source in self._arrivals:
+                    line = self._arrivals[source]
+                    arrival = line.popleft()
+                    if not line:
+                        del self._arrivals[source]  # a tag may be used only once
+                elif end := self._end_of(peer):
+                    raise PeerDiedError(f"{self._me.name}: recv from {name}: {end}")
+                else:
+                    raise StuckError(f"{self._me.name}: recv from {name} did not end within {timeout_s:g} s")
         return arrival()
-
-    def routes(self) -> dict[str, int]:
-        """How many objects this process sent by each route."""
-        with self._changed:
-            return dict(self._routes)
 
     def close(self) -> None:
         """End every wait; the process ends."""
@@ -185,18 +160,10 @@ class PointToPoint:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _take_first(self, source: Source) -> Arrival:
-        line = self._arrivals[source]
-        arrival = line.popleft()
-        if not line:
-            del self._arrivals[source]  # a tag may be used only once
-        return arrival
-
-    def _end_of(self, peer: str, before: tuple[str, str]) -> str:
-        """Why nothing will come of a peer that has died since; empty: it may."""
-        death = self._directory.last_death(peer)
-        if death[0] and death != before:
-            return death[1]
+    def _end_of(self, peer: WorkerAddress | None) -> str:
+        """Why nothing will come of a peer; empty: it may."""
+        if peer is not None and peer.identity in self._directory.dead:
+            return f"{peer.name} is gone: {self._directory.dead[peer.identity]}"
         return "this process is closing" if self._is_closed else ""
 
     def _deliver(self, source: Source, arrival: Arrival) -> None:
@@ -204,31 +171,21 @@ class PointToPoint:
             self._arrivals.setdefault(source, deque()).append(arrival)
             self._changed.notify_all()
 
-    def _on_send(self, frames: Frames) -> None:
-        envelope = _Envelope(*pickle.loads(frames[0]))
+    def _on_send(self, sender: str, frames: Frames) -> None:
+        call = Call.read(sender, frames)
 
         def arrival() -> Any:
-            context = self._context
             try:
-                return context.parcels.unpack(frames[1:], device=context.torch_device)
+                return self._context.unpack(call.payload, sender)
             finally:
-                if envelope.number:
-                    context.mailbox.post(envelope.reply_to, [RECEIPT, pickle.dumps(envelope.number)])
+                if call.call_id != NO_ANSWER:
+                    call.answer_at_once(self._context)
 
-        self._deliver(envelope.source, arrival)
+        self._deliver((name_of(call.identity), call.method), arrival)
 
-    def _on_receipt(self, frames: Frames) -> None:
-        with self._changed:
-            self._unreceived.discard(pickle.loads(frames[0]))
-            self._changed.notify_all()
-
-    def _on_death(self, identity: str, reason: str) -> None:
+    def _on_death(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-    def _count(self, route: str) -> None:
-        with self._changed:
-            self._routes[route] += 1
 
 
 def _left_s(deadline_s: float) -> float:

@@ -39,7 +39,6 @@ class Ref(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of the slot in the segment; segment and offset name the slot."""
     header_bytes: int
     sizes: tuple[int, ...]
-    """Bytes of each buffer."""
 
     @property
     def slot(self) -> tuple[str, int]:
@@ -80,14 +79,13 @@ class Segment:
             else:
                 self.num_bytes = os.fstat(fd).st_size
             # Populated at once: a page fault per 4 KiB costs more than the copy into it.
-            populate = mmap.MAP_POPULATE if hasattr(mmap, "MAP_POPULATE") else 0
-            self.map = mmap.mmap(fd, self.num_bytes, flags=mmap.MAP_SHARED | populate)
+            self.map = mmap.mmap(fd, self.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
             os.close(fd)
 
     def discard(self, path: Path) -> None:
         """Its owner needs it no more and nobody looks at it: give the memory back now, though others have it mapped."""
-        with contextlib.suppress(OSError, AttributeError):  # a file system, or a system, that cannot do it
+        with contextlib.suppress(OSError):  # a file system that cannot do it
             self.map.madvise(mmap.MADV_REMOVE)
         path.unlink(missing_ok=True)
 
@@ -101,10 +99,7 @@ def capacity_bytes(folder: Path) -> int:
 def _reserve(fd: int, path: Path, num_bytes: int) -> None:
     """Claim the memory now: a full /dev/shm is an error here, and would be a fatal signal at the first write later."""
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, num_bytes)
-        else:
-            os.ftruncate(fd, num_bytes)
+        os.posix_fallocate(fd, 0, num_bytes)
     except OSError:
         path.unlink(missing_ok=True)
         raise

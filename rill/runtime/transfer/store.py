@@ -16,7 +16,7 @@ import errno
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,24 +54,16 @@ _FETCH_WAIT_S = 120.0
 
 
 def open_store(context: RuntimeContext) -> Store:
-    """The store of this process."""
-    store = Store(
-        context.site.shm_dir,
-        context.site.node_id,
-        context.address.identity,
-        fetch=_Fetcher(context, _FETCH_WAIT_S),
-    )
+    site = context.site
+    store = Store(site.shm_dir, site.node_id, context.address.identity, fetch=_Fetcher(context))
     context.hub.on("store_free", store.free)
     context.directory.on_death(lambda identity, _: store.owner_died(identity))
     return store
 
 
 class _Fetcher:
-    """Fetches payloads from the store servers of other nodes."""
-
-    def __init__(self, context: RuntimeContext, timeout_s: float) -> None:
+    def __init__(self, context: RuntimeContext) -> None:
         self._context = context
-        self._timeout_s = timeout_s
         self._clients: dict[str, ByteClient] = {}
 
     def __call__(self, ref: Ref) -> bytearray:
@@ -80,12 +72,12 @@ class _Fetcher:
         if client is None:
             key, hub, name = self._context.site.key, self._context.hub, f"{STORE_GROUP}{ref.node_id}[0]"
             assert key is not None, "payloads of other nodes in a session that has one node"
-            client = self._clients[ref.node_id] = ByteClient(
-                key,
-                lambda timeout_s: str(hub.find(name, timeout_s)),
-                f"{ref.node_id}'s store",
-                timeout_s=self._timeout_s,
-            )
+
+            def find(timeout_s: float) -> str:
+                return str(hub.call("registry.find", name, timeout_s))
+
+            client = ByteClient(key, find, f"{ref.node_id}'s store", timeout_s=_FETCH_WAIT_S)
+            self._clients[ref.node_id] = client
         return client.fetch(ref.segment, ref.offset, ref.num_bytes, ref.header_bytes)
 
 
@@ -170,7 +162,6 @@ class Store:
         return _cut(own, ref)
 
     def view(self, name: str, offset: int, num_bytes: int) -> memoryview:
-        """Bytes of a segment of this node."""
         return memoryview(self._segment(name).map)[offset : offset + num_bytes]
 
     def owner_died(self, identity: str) -> None:
@@ -180,22 +171,12 @@ class Store:
             self._drop(lambda name: _owner_of(name) == identity)
 
     def drop_unlinked(self) -> None:
-        """Forget mappings of files that are gone."""
         with self._lock:
             self._drop(lambda name: not (self._shm_dir / name).exists())
 
     def _drop(self, is_unwanted: Callable[[str], bool]) -> None:
         for name in list(filter(is_unwanted, self._mapped)):
             self._mapped_bytes -= self._mapped.pop(name).num_bytes
-
-    def stats(self) -> dict[str, int]:
-        with self._lock:
-            return {
-                "used_bytes": self._used_bytes,
-                "free_bytes": self._free_bytes,
-                "num_segments": len(self._own),
-                "mapped_bytes": self._mapped_bytes,
-            }
 
     def close(self) -> None:
         """Forget the mappings. Files stay: others may not have read them yet; the hub deletes what is not needed."""
@@ -209,9 +190,11 @@ class Store:
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._lock:
-                taken = self._take_slot(slot_bytes)
-                if taken is not None:
-                    return taken
+                if slots := self._free_slots.get(slot_bytes):
+                    name, offset = slots.pop()
+                    self._free_bytes -= slot_bytes
+                    self._used_bytes += slot_bytes
+                    return self._own[name], offset
                 name = f"{self._owner}.{self._next_segment}"
                 self._next_segment += 1
             segment = self._new_segment(name, slot_bytes)
@@ -221,17 +204,12 @@ class Store:
                 elif not self._free_slots.get(slot_bytes) and not self._trim(0):
                     left_s = deadline_s - time.monotonic()
                     if left_s <= 0:
-                        raise self._is_full(slot_bytes)
+                        raise StuckError(
+                            f"{self._owner}: no shared memory for a payload of {slot_bytes} bytes: {self._used_bytes} "
+                            "bytes are in channels and unread. Give channels a capacity, or the machine a larger "
+                            f"{self._shm_dir.parent} (for Docker: --shm-size)"
+                        )
                     self._freed.wait(min(left_s, _LOOK_S))
-
-    def _take_slot(self, slot_bytes: int) -> tuple[Segment, int] | None:
-        slots = self._free_slots.get(slot_bytes)
-        if not slots:
-            return None
-        name, offset = slots.pop()
-        self._free_bytes -= slot_bytes
-        self._used_bytes += slot_bytes
-        return self._own[name], offset
 
     def _new_segment(self, name: str, slot_bytes: int) -> Segment | None:
         """None where there is no room at the moment."""
@@ -256,13 +234,6 @@ class Store:
         slots.extend((segment.name, offset) for offset in reversed(offsets))
         self._free_bytes += segment.num_bytes
 
-    def _is_full(self, slot_bytes: int) -> StuckError:
-        return StuckError(
-            f"{self._owner}: no shared memory for a payload of {slot_bytes} bytes: {self._used_bytes} bytes are in"
-            f" channels and unread. Give channels a capacity, or the machine a larger {self._shm_dir.parent}"
-            " (for Docker: --shm-size)"
-        )
-
     def _trim(self, keep_bytes: int) -> bool:
         """Give up segments in which every slot is free, largest first, until the pool is small enough; whether there
         was one. With nothing to keep slabs go too: otherwise they are worth more than they cost."""
@@ -273,26 +244,17 @@ class Store:
             if slot_bytes <= LARGEST_SLAB_SLOT and keep_bytes > 0:
                 break
             slots = self._free_slots[slot_bytes]
-            for name in self._idle_segments(slots):
+            for name, num_free in Counter(name for name, _ in slots).items():  # the coldest first
                 if self._free_bytes <= keep_bytes:
                     return has_trimmed
+                if num_free * slot_bytes < self._own[name].num_bytes:
+                    continue
                 segment = self._own.pop(name)
                 slots[:] = [slot for slot in slots if slot[0] != name]
                 self._free_bytes -= segment.num_bytes
                 segment.discard(self._shm_dir / name)
                 has_trimmed = True
         return has_trimmed
-
-    def _idle_segments(self, slots: Sequence[tuple[str, int]]) -> list[str]:
-        """Of the segments of these free slots those without any other slot, the coldest first."""
-        num_free: dict[str, int] = {}
-        for name, _ in slots:
-            num_free[name] = num_free.get(name, 0) + 1
-        return [
-            name
-            for name, count in num_free.items()
-            if count * self._own[name].slot_bytes == self._own[name].num_bytes
-        ]
 
     def _segment(self, name: str) -> Segment:
         with self._lock:

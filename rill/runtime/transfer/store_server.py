@@ -20,11 +20,10 @@ from rill.runtime.transfer.tcp import ByteServer
 
 
 def main(start: bytes) -> None:
-    """Entry of the process; `start` is a pickled Site."""
     site = pickle.loads(start)
     assert isinstance(site, Site)
     identity = f"{STORE_GROUP}{site.node_id}[0]#{os.getpid()}"
-    serve_store(site, HubClient(site.hub_endpoint, identity, site.key))
+    serve_store(site, HubClient(site.hub_endpoint, identity, site.key).start())
     while True:
         signal.pause()  # until the agent ends the session
 

@@ -42,8 +42,6 @@ Read: TypeAlias = Callable[[str, int, int], tuple[Any, int]]
 
 
 class Request(NamedTuple):
-    """One chunk that is asked for."""
-
     name: str
     offset: int
     num_bytes: int
@@ -158,8 +156,6 @@ class ByteClient:
 
 
 class _Fetch:
-    """One fetch under way."""
-
     def __init__(
         self, client: ByteClient, name: str, offset: int, num_bytes: int | None, signed_bytes: int | None
     ) -> None:

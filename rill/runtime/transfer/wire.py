@@ -195,6 +195,6 @@ def _is_local_name(obj: object) -> bool:
 
 
 def copy_through(obj: Any) -> Any:
-    """`obj` as it would arrive at another process: for tests, and for a worker that lives in this process."""
+    """`obj` as it would arrive at another process."""
     encoded = encode(obj)
     return decode(encoded.header, [bytearray(buffer) for buffer in encoded.buffers])
