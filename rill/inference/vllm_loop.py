@@ -46,6 +46,8 @@ class VllmLoop:
         self.unavailable: str | None = None
         """Why no request can be taken: vLLM failed, or an update did."""
         self.is_released = False
+        self.adapters: dict[str, Any] = {}
+        """By name, as vLLM wants them with a request."""
         self.jobs: dict[str, Job] = {}
         self.running: dict[str, Job] = {}
         self._held: list[Job] = []
@@ -153,7 +155,13 @@ class VllmLoop:
         words = self._words
         params = words.scoring() if job.is_score else words.sampling(request, job.flight.num_kept)
         try:
-            self._engine.add_request(job.vllm_id, words.prompt(request), params, priority=request.priority)
+            self._engine.add_request(
+                job.vllm_id,
+                words.prompt(request),
+                params,
+                lora_request=None if request.adapter is None else self.adapters[request.adapter],
+                priority=request.priority,
+            )
         except Exception as error:  # noqa: BLE001 - boundary: vLLM's refusals share no base class
             self._end(job, RequestError(f"request {request.id!r}: {error}"))
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,9 @@ class VllmWords:
             detokenize=False,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
+
+    def adapter(self, name: str, number: int, folder: str | Path) -> Any:
+        return self._vllm.lora.request.LoRARequest(name, number, str(folder))
 
 
 def delta_of(request: Request, output: Any, version: PolicyVersion) -> Delta:
