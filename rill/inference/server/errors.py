@@ -81,6 +81,10 @@ def to_api_error(error: Exception) -> ApiError:
     """What a client sees of an exception from below."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestValidationError):
+        return _describe_validation(error)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
     for kind, status in _STATUS:
         if isinstance(error, kind):
             return ApiError(status, str(error), code="unsupported" if kind is UnsupportedError else None)
@@ -112,32 +116,16 @@ def error_response(error: ApiError) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    async def on_api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return error_response(error)
-
-    async def on_rill_error(request: Request, error: Exception) -> Response:
-        return error_response(to_api_error(error))
-
-    async def on_validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return error_response(_describe_validation(error))
-
-    async def on_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        response = error_response(ApiError(error.status_code, str(error.detail)))
-        response.headers.update(error.headers or {})
+    async def answer(request: Request, error: Exception) -> Response:
+        response = error_response(to_api_error(error))
+        if isinstance(error, HTTPException):
+            response.headers.update(error.headers or {})
+        if response.status_code == 500:
+            log.error("unhandled error in %s %s", request.method, request.url.path, exc_info=error)
         return response
 
-    async def on_bug(request: Request, error: Exception) -> Response:
-        log.error("unhandled error in %s %s", request.method, request.url.path, exc_info=error)
-        return error_response(to_api_error(error))
-
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(RillError, on_rill_error)
-    app.add_exception_handler(RequestValidationError, on_validation)
-    app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(Exception, on_bug)
+    for kind in (ApiError, RillError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 def _describe_validation(error: RequestValidationError) -> ApiError:

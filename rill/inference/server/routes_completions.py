@@ -12,20 +12,10 @@ from fastapi import APIRouter, Request, Response
 from rill.inference.base import AdapterEngine, Completion, Feature
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import OpenAIAnswer, json_response, respond
-from rill.inference.server.choices import (
-    completion_logprobs,
-    finish_reason,
-    stop_detail,
-    token_fields,
-)
+from rill.inference.server.choices import completion_logprobs, finish_reason, stop_detail, token_fields
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, finite
-from rill.inference.server.sampling import (
-    build_requests,
-    num_top_logprobs,
-    refuse_unsupported,
-    resolve_model,
-)
+from rill.inference.server.sampling import build_requests, num_top_logprobs, resolve_model
 from rill.inference.server.schemas import CompletionBody
 from rill.inference.server.state import ServerState, state_of
 from rill.inference.server.text import TextCodec, TextStream
@@ -46,7 +36,6 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
 
 
 def _refuse(body: CompletionBody) -> None:
-    refuse_unsupported(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of other than n is not supported", "best_of", "unsupported")
     if body.suffix:

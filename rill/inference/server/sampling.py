@@ -51,12 +51,6 @@ def resolve_model(name: str | None, engine: Engine, config: ServerConfig) -> str
     )
 
 
-def refuse_unsupported(body: GenerationBody) -> None:
-    """Fields that OpenAI has and we cannot honour. Ignoring one would give answers that look right."""
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options needs stream=true", "stream_options")
-
-
 def num_top_logprobs(count: int | None, engine: Engine, param: str) -> int:
     """How many of the likeliest tokens the engine is asked for."""
     if not count or count < 0:
