@@ -25,7 +25,8 @@ class Flight:
         self.request = request
         self.on_delta = on_delta
         self.future: Future[Completion] = Future()
-        self.slot_index: int | None = None
+        self.replica: Any = None
+        """Where it runs, for the router."""
         self.num_losses = 0
         self.parked_at = 0.0
         self.is_aborted = False
