@@ -20,8 +20,7 @@ from pydantic import Field
 
 from rill.errors import ConfigError, EngineError
 from rill.inference.base import Feature, Request
-from rill.inference.remote import RemoteConfig, RemoteEngine
-from rill.inference.remote_flights import Chunk
+from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
 from rill.types import StopReason
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.openai import completion_body, read_choice
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.remote import RemoteConfig, RemoteEngine
-from rill.inference.remote_flights import Chunk
+from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
 from rill.models.loading import ModelConfig, load_model_config
 from rill.runtime.process.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, TokenIds
