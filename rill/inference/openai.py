@@ -21,6 +21,7 @@ from pydantic import Field
 from rill.errors import ConfigError, EngineError
 from rill.inference.base import Feature, Request
 from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
+from rill.inference.remote_http import ServerHttp
 from rill.types import StopReason
 
 if TYPE_CHECKING:
@@ -62,11 +63,11 @@ class OpenAIEngine(RemoteEngine):
         if self._tokenizer is not None:
             yield await self._complete_text(request, self._tokenizer)
             return
-        body = completion_body(request, self.config.model)
-        async with aclosing(self._http.events("/completions", body)) as events:
-            async for event in events:
-                for choice in event["choices"]:
-                    yield read_choice(choice, event.get("usage"))
+        async with aclosing(
+            completion_chunks(self._http, "/completions", request, self.config.model)
+        ) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def _complete_text(self, request: Request, tokenizer: PreTrainedTokenizerBase) -> Chunk:
         body = completion_body(request, self.config.model)
@@ -96,6 +97,16 @@ class OpenAIEngine(RemoteEngine):
         if self.config.tokenizer is None:
             raise ConfigError("engine openai: mode 'text' needs `tokenizer`: a local folder, or \"chars\"")
         return load_tokenizer(ModelConfig(path=self.config.tokenizer, tokenizer=self.config.tokenizer))
+
+
+async def completion_chunks(
+    http: ServerHttp, path: str, request: Request, model: str
+) -> AsyncGenerator[Chunk, None]:
+    """The stream of one request at a completions route that tells token ids."""
+    async with aclosing(http.events(path, completion_body(request, model))) as events:
+        async for event in events:
+            for choice in event["choices"]:
+                yield read_choice(choice, event.get("usage"))
 
 
 def completion_body(request: Request, model: str) -> dict[str, Any]:
