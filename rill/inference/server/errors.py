@@ -7,6 +7,7 @@ is a 503; what reaches the last handler is our own bug, and a 500.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,18 +29,21 @@ from rill.errors import (
 log = logging.getLogger(__name__)
 
 _TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    502: "bad_source_error",
-    503: "service_unavailable_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
+    429: "rate_limit_error", 502: "bad_source_error", 503: "service_unavailable_error",
+}  # fmt: skip
+
+_NAME = {"type": ["string", "null"]}
+_FIELDS = {"message": {"type": "string"}, "type": {"type": "string"}, "param": _NAME, "code": _NAME}
+_BODY = {"type": "object", "required": list(_FIELDS), "properties": _FIELDS}
+_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": _BODY}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": kind, "content": {"application/json": {"schema": _SCHEMA}}}
+    for status, kind in _TYPES.items()
+    if status != 405
 }
+"""For the API's own description."""
 
 _STATUS: tuple[tuple[type[RillError], int], ...] = (
     (RequestError, 400),
@@ -53,24 +57,18 @@ _STATUS: tuple[tuple[type[RillError], int], ...] = (
 """First match wins."""
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer other than success, decided by a route."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
+    status: int
+    message: str
+    param: str | None = field(default=None, kw_only=True)
+    code: str | None = field(default=None, kw_only=True)
+    retry_after_s: int | None = field(default=None, kw_only=True)
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

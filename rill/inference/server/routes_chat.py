@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from rill.data.tool_calls import ParsedCall
 from rill.inference.base import Completion, Feature, Guide
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import OpenAIAnswer, respond
@@ -25,7 +26,7 @@ from rill.inference.server.sampling import build_requests, num_top_logprobs
 from rill.inference.server.schemas import ChatBody, ChatTokensBody
 from rill.inference.server.state import ServerState, state_of
 from rill.inference.server.text import TextStream
-from rill.inference.server.tool_calls import CallDelta, ParsedCall, ToolCallStream, forced_call
+from rill.inference.server.tool_calls import CallDelta, ToolCallStream, forced_call
 from rill.types import Picture
 
 routes = APIRouter()

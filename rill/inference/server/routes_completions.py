@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -16,7 +16,7 @@ from rill.inference.server.choices import completion_logprobs, finish_reason, st
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, finite
 from rill.inference.server.sampling import build_requests, num_top_logprobs, resolve_model
-from rill.inference.server.schemas import CompletionBody
+from rill.inference.server.schemas import CompletionBody, Prompts
 from rill.inference.server.state import ServerState, state_of
 from rill.inference.server.text import TextCodec, TextStream
 
@@ -48,7 +48,7 @@ def _refuse(body: CompletionBody) -> None:
 
 async def encode_prompts(
     codec: TextCodec,
-    given: str | list[str] | list[int] | list[list[int]],
+    given: Prompts,
     *,
     param: str,
     add_special_tokens: bool = True,
@@ -56,16 +56,10 @@ async def encode_prompts(
     """One or several texts, or lists of token ids."""
     if not given:
         raise bad_request(f"the {param} is empty", param)
-    several: Sequence[str | list[int]]
-    if isinstance(given, str):
-        several = [given]
-    elif isinstance(given[0], int):
-        several = [[token for token in given if isinstance(token, int)]]
-    else:
-        several = [each for each in given if not isinstance(each, int)]
-    encoded = [
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    encoded: list[list[int]] = [
         await codec.encode(each, add_special_tokens=add_special_tokens) if isinstance(each, str) else each
-        for each in several
+        for each in cast(Sequence[str | list[int]], [given] if is_one else given)
     ]
     if not all(encoded):
         raise bad_request(f"a text of {param} has no tokens", param)

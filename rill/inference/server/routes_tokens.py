@@ -79,8 +79,9 @@ class _Answer:
     def requests(self) -> list[EngineRequest]:
         """A max_tokens beyond the context is cut to it: a trainer asks for "as much as fits"."""
         state, body, sampling = self._state, self._body, self._body.sampling_params
+        beside = {"model": body.model or sampling.model, "cache_salt": body.cache_salt or sampling.cache_salt}
         requests = build_requests(
-            sampling,
+            sampling.model_copy(update=beside | {"priority": body.priority or sampling.priority}),
             [body.token_ids],
             # A client may repeat its id; the engine's ids must differ.
             request_id=new_id("gen"),
@@ -88,9 +89,6 @@ class _Answer:
             engine=state.engine,
             config=state.config,
             clamp_to_context=True,
-            cache_salt=body.cache_salt,
-            model=body.model,
-            priority=body.priority or sampling.priority,
             num_top=_num_top(body, state),
         )
         if sampling.prompt_logprobs is not None and Feature.SCORE not in state.engine.features:

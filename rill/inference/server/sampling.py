@@ -122,15 +122,12 @@ def build_requests(
     engine: Engine,
     config: ServerConfig,
     clamp_to_context: bool = False,
-    cache_salt: str | None = None,
-    model: str | None = None,
-    priority: int | None = None,
     num_top: int = 0,
     guide: Guide | None = None,
     pictures: tuple[Picture, ...] = (),
 ) -> list[Request]:
     """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i."""
-    adapter = resolve_model(body.model if model is None else model, engine, config)
+    adapter = resolve_model(body.model, engine, config)
     guide = guide or guide_of(body, engine)
     num_samples = body.n or 1
     if num_samples * len(prompts) > config.max_samples:
@@ -149,8 +146,8 @@ def build_requests(
                     token_ids=token_ids,
                     sampling=build_sampling(body, max_new_tokens, sample),
                     adapter=adapter,
-                    cache_salt=cache_salt or body.cache_salt or "",
-                    priority=body.priority if priority is None else priority,
+                    cache_salt=body.cache_salt or "",
+                    priority=body.priority,
                     guide=guide,
                     num_top_logprobs=num_top,
                     pictures=pictures,

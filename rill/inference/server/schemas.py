@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rill.weights import WeightManifest
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Prompts = str | Annotated[list[str], Field(fail_fast=True)] | list[TokenId] | list[list[TokenId]]
+"""Texts or token ids, one or several. What begins as no text is not looked at further as texts."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Size = Annotated[int, Field(ge=0, lt=2**48)]
@@ -101,7 +103,7 @@ class GenerationBody(SamplingBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompts
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
@@ -236,7 +238,7 @@ class EmbeddingsBody(Body):
     """POST /v1/embeddings"""
 
     model: str | None = None
-    input: str | list[str] | list[TokenId] | list[list[TokenId]]
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1, lt=2**31)
     add_special_tokens: bool = True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import Request
 
+from rill.data.tool_calls import ToolSyntax
 from rill.inference.base import Engine
 from rill.inference.server.auth import KeyRing
 from rill.inference.server.config import ServerConfig
@@ -19,7 +20,6 @@ from rill.inference.server.generation import Generation
 from rill.inference.server.limits import Admission
 from rill.inference.server.metrics import Metrics
 from rill.inference.server.text import TextCodec
-from rill.inference.server.tool_calls import ToolSyntax
 
 if TYPE_CHECKING:
     from rill.inference.server.weights import WeightInbox
