@@ -59,29 +59,22 @@ class OpenAIEngine(RemoteEngine):
             return frozenset()
         return frozenset({Feature.STREAM, Feature.PARTIAL_ROLLOUT})
 
-    async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         if self._tokenizer is not None:
-            yield await self._complete_text(request, self._tokenizer)
-            return
-        async with aclosing(
-            completion_chunks(self._http, "/completions", request, self.config.model)
-        ) as chunks:
-            async for chunk in chunks:
-                yield chunk
+            return self._complete_text(request, self._tokenizer)
+        return completion_chunks(self._http, "/completions", request, self.config.model)
 
-    async def _complete_text(self, request: Request, tokenizer: PreTrainedTokenizerBase) -> Chunk:
+    async def _complete_text(
+        self, request: Request, tokenizer: PreTrainedTokenizerBase
+    ) -> AsyncGenerator[Chunk, None]:
         body = completion_body(request, self.config.model)
         for key in ("return_token_ids", "stream", "logprobs", "stop_token_ids", "ignore_eos", "min_tokens"):
             body.pop(key, None)
         body["prompt"] = tokenizer.decode(request.token_ids.tolist())
-        answer = await self._http.post("/completions", body)
-        choice = answer["choices"][0]
+        (choice,) = (await self._http.post("/completions", body))["choices"]
         ids: list[int] = tokenizer.encode(choice["text"], add_special_tokens=False)
-        return Chunk(
-            token_ids=ids,
-            logprobs=[math.nan] * len(ids),
-            stop_reason=StopReason.LENGTH if choice["finish_reason"] == "length" else StopReason.EOS,
-        )
+        reason = StopReason.LENGTH if choice["finish_reason"] == "length" else StopReason.EOS
+        yield Chunk(token_ids=ids, logprobs=[math.nan] * len(ids), stop_reason=reason)
 
     async def _ask_context(self) -> int:
         answer = await self._http.get("/models")

@@ -1,8 +1,7 @@
 """vLLM in this process, as an Engine. The only file of rill that imports vllm.
 
     vllm.py          configuration, checks, and the Engine's methods
-    vllm_loop.py     the thread that drives vLLM, and what is under way in it
-    vllm_words.py    requests and answers in vLLM's words
+    vllm_loop.py     the thread that drives vLLM, what is under way in it, requests and answers in vLLM's words
     vllm_worker.py   what is changed inside vLLM's workers
 
 What vLLM does not promise, these files see to:
@@ -52,8 +51,7 @@ from rill.inference.commands import MOVE_TIMEOUT_S
 from rill.inference.flight import Flight
 from rill.inference.parameters import checked, expected_shapes
 from rill.inference.requests import Generates, check_fits, check_ids, check_request, wait_for_all
-from rill.inference.vllm_loop import Job, VllmLoop
-from rill.inference.vllm_words import VllmWords
+from rill.inference.vllm_loop import Job, VllmLoop, VllmWords
 from rill.inference.vllm_worker import report_before_truncation, tie_head
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.runtime.process.scratch import ScratchFolder

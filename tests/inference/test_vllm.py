@@ -6,6 +6,7 @@ What needs a GPU (bfloat16, captured graphs, sleep, CUDA IPC, adapters) is in te
 from __future__ import annotations
 
 import importlib.util
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -201,8 +202,9 @@ def test_bad_updates_are_refused_and_a_whole_one_mends(engine: VllmEngine, refer
 
 
 def test_abort_keeps_tokens_and_finish_pause_waits(engine: VllmEngine) -> None:
-    (future,) = engine.submit([request("gone", max_new_tokens=200, ignore_eos=True)])
-    time.sleep(0.3)
+    begun = threading.Event()
+    (future,) = engine.submit([request("gone", max_new_tokens=200, ignore_eos=True)], lambda _: begun.set())
+    assert begun.wait(60)
     engine.abort(["gone"])
     assert future.result(10).stop_reason is StopReason.ABORTED and len(future.result().token_ids) < 200
     (running,) = engine.submit([request("run", max_new_tokens=30, ignore_eos=True)])

@@ -16,7 +16,6 @@ from rill.inference.server import (
     routes_chat,
     routes_completions,
     routes_dialects,
-    routes_embeddings,
     routes_models,
     routes_tokens,
 )
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from rill.models.loading import ModelConfig
 
 ROUTES = (
-    routes_completions, routes_chat, routes_dialects, routes_tokens, routes_embeddings, routes_models, routes_admin,
+    routes_completions, routes_chat, routes_dialects, routes_tokens, routes_models, routes_admin,
 )  # fmt: skip
 
 

@@ -60,13 +60,9 @@ class _Sample:
     def __init__(self, state: ServerState, body: ChatBody, has_tools: bool, is_reasoning: bool) -> None:
         syntax = state.tool_syntax
         markers = (*syntax.markers, OPEN, CLOSE) if has_tools else (OPEN, CLOSE)
-        self._text = TextStream(
-            state.codec,
-            stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
-            skip_special_tokens=body.skip_special_tokens,
-            include_stop=body.include_stop_str_in_output,
-            kept_ids=state.codec.special_ids_of(markers) if has_tools or state.has_reasoning else frozenset(),
-        )
+        has_marks = has_tools or state.has_reasoning
+        kept = state.codec.special_ids_of(markers) if has_marks else frozenset()
+        self._text = TextStream(state.codec, body, kept)
         self._reasoning = ReasoningStream(is_open=is_reasoning) if state.has_reasoning else None
         self._tools = (
             ToolCallStream(syntax, body.tools or [], parallel=body.parallel_tool_calls is not False)

@@ -18,7 +18,10 @@ from rill.types import Picture, SamplingParams
 _MAX_STOPS = 64
 _MAX_STOP_CHARS = 1024
 _SEED_RANGE = 2**63
-
+_SAME_NAME = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Of SamplingParams, whose defaults are OpenAI's."""
 
 _RUN = secrets.token_hex(10)
 _NUMBERS = itertools.count()
@@ -159,21 +162,17 @@ def build_requests(
 def build_sampling(body: SamplingBody, max_new_tokens: int, sample: int = 0) -> SamplingParams:
     if body.min_tokens > max_new_tokens:
         raise bad_request(f"min_tokens is {body.min_tokens}, max_tokens only {max_new_tokens}", "min_tokens")
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
-        temperature=_or(body.temperature, 1.0),
         top_k=max(0, body.top_k or 0),
-        top_p=_or(body.top_p, 1.0),
-        min_p=_or(body.min_p, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
         stop=stop_strings(body),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
         logit_bias=_logit_bias(body),
         seed=None if body.seed is None else (body.seed + sample) % _SEED_RANGE,
+        **given,
     )
 
 
@@ -215,7 +214,3 @@ def _logit_bias(body: SamplingBody) -> dict[int, float]:
             raise bad_request(f"logit_bias keys are token ids, got {key[:64]!r}", "logit_bias")
         bias[int(key)] = value
     return bias
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
