@@ -126,15 +126,16 @@ def test_weights_arrive_by_cuda_ipc_while_requests_run(engine: VllmEngine) -> No
             while len(seen) < 80:
                 time.sleep(0.002)
             engine.update_weights(receiver.pull(manifest), manifest.version)
+            old, new = trainers_model(before), trainers_model(version)
             for future in futures:
                 done = future.result(120)
                 num_old = int((done.versions == before).sum())
                 assert done.versions.tolist() == [before] * num_old + [version] * (900 - num_old)
                 assert 0 < num_old < 900
-                assert errors(trainers_model(before), done)[:num_old].max() < TOLERANCE
-                assert errors(trainers_model(version), done)[num_old:].max() < TOLERANCE
+                assert errors(old, done)[:num_old].max() < TOLERANCE
+                assert errors(new, done)[num_old:].max() < TOLERANCE
             (fresh,) = engine.generate([request(f"fresh{version}")])
-            assert errors(trainers_model(version), fresh).max() < TOLERANCE
+            assert errors(new, fresh).max() < TOLERANCE
     finally:
         here.send(None)
         trainer.join(60)
