@@ -36,7 +36,9 @@ SHAPE = {
     "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": True, "initializer_range": 0.2,
 }  # fmt: skip
 MODEL = ModelConfig(shape=SHAPE, tokenizer="chars")
-TOLERANCE = 1e-2 if torch.cuda.is_available() else 1e-3  # on a GPU its attention multiplies float32 as TF32
+TOLERANCE = 3e-2 if torch.cuda.is_available() else 1e-3
+"""On a GPU its attention multiplies float32 as TF32, with 10 bits: 0.011 was seen, of weights of 0.2. Wrong weights or
+truncated distributions are off by 1."""
 
 
 @pytest.fixture(scope="module")

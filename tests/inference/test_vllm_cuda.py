@@ -42,7 +42,7 @@ GRAPHS = {
 }
 TOLERANCE = 0.1
 """Of a log-probability, on average: one side computes in bfloat16, which is off by 0.03 (measured on a CPU); with other
-weights or another adapter it is 0.5 and more."""
+weights or another adapter it is 0.5 and more. On an H200 the largest gap after an update was 0.076."""
 
 
 def make_engine(**settings: Any) -> VllmEngine:
