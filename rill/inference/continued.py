@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rill.inference.base import Completion, Request
+from rill.inference.base import Completion, Delta, Request, TopTokens
 from rill.types import SamplingParams, StopReason, TokenIds
 
 Decode = Callable[[TokenIds], str]
@@ -55,31 +55,34 @@ def continued(before: Completion, prompt: TokenIds, sampling: SamplingParams) ->
 
 def joined(before: Completion, after: Completion, stop: Sequence[str], decode: Decode) -> Completion:
     """Both parts as one answer, ended where the engine would have ended it in one go."""
-    whole = replace(
-        after,
-        token_ids=np.concatenate([before.token_ids, after.token_ids]),
-        logprobs=np.concatenate([before.logprobs, after.logprobs]),
-        versions=np.concatenate([before.versions, after.versions]),
-        routed_experts=_joined_experts(before, after),
-    )
+    whole = replace(after, **together([before, after]))
     return _ended_at(whole, len(before.token_ids), stop, decode) if stop else whole
 
 
-def _joined_experts(before: Completion, after: Completion) -> Any:
+def together(parts: Sequence[Delta | Completion]) -> dict[str, Any]:
+    """The tokens of the parts with all that belongs to them, one after the other; fields of a Completion."""
+    kinds = {"token_ids": np.int32, "logprobs": np.float32, "versions": np.int32}
+    found: dict[str, Any] = {
+        name: np.concatenate([np.empty(0, kind), *(getattr(part, name) for part in parts)], dtype=kind)
+        for name, kind in kinds.items()
+    }
+    found["top"] = TopTokens.joined(part.top for part in parts)
+    return found | {"routed_experts": _joined_experts(parts)}
+
+
+def _joined_experts(parts: Sequence[Delta | Completion]) -> Any:
     """[T, L, K] of the sampled tokens alone, each as the pass that sampled it chose; -1 where a part has none."""
-    parts = [part for part in (before, after) if part.routed_experts is not None]
-    if not parts:
+    known = [None if isinstance(part, Delta) else part.routed_experts for part in parts]
+    shape = next((experts.shape[1:] for experts in known if experts is not None), None)
+    if shape is None:
         return None
-    whole = np.full(
-        (len(before.token_ids) + len(after.token_ids), *parts[0].routed_experts.shape[1:]), -1, np.int16
-    )
-    num_before = len(before.token_ids)
-    if before.routed_experts is not None and num_before:
+    rows = []
+    for part, experts in zip(parts, known, strict=True):
+        count = len(part.token_ids)
+        unknown = np.full((count, *shape), -1, np.int16)
         # The prompt's rows, where there are any, come first.
-        whole[:num_before] = before.routed_experts[-num_before:]
-    if after.routed_experts is not None and len(after.token_ids):
-        whole[num_before:] = after.routed_experts[-len(after.token_ids) :]
-    return whole
+        rows.append(unknown if experts is None else experts[len(experts) - count :])
+    return np.concatenate(rows, dtype=np.int16, casting="unsafe")
 
 
 def _ended_at(whole: Completion, num_before: int, stop: Sequence[str], decode: Decode) -> Completion:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from rill.inference.base import Completion, Delta, Request, TopTokens
-from rill.inference.continued import rest_of
+from rill.inference.base import Completion, Delta, Request
+from rill.inference.continued import rest_of, together
 from rill.types import StopReason
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ class Flight:
         self.request = request
         self.on_delta = on_delta
         self.future: Future[Completion] = Future()
-        self.slot_index: int | None = None
+        self.replica: Any = None
+        """Where it runs, for the router."""
         self.num_losses = 0
         self.parked_at = 0.0
         self.is_aborted = False
@@ -63,7 +64,7 @@ class Flight:
 
     def joined(self, completion: Completion) -> Completion:
         """A replica's completion with the tokens of those before it."""
-        return replace(completion, **_whole([*self._done, completion])) if self._done else completion
+        return replace(completion, **together([*self._done, completion])) if self._done else completion
 
     def already_ended(self) -> Completion | None:
         """The replica died after the last token: its completion can be made from the deltas."""
@@ -82,7 +83,7 @@ class Flight:
     ) -> Completion:
         """Everything that was recorded, of all attempts."""
         with self._lock:
-            whole = _whole(self._done + self._now)
+            whole = together(self._done + self._now)
         return Completion(
             request_id=self.request.id,
             stop_reason=reason,
@@ -98,13 +99,3 @@ class Flight:
             self.future.set_exception(outcome)
         else:
             self.future.set_result(outcome)
-
-
-def _whole(parts: Sequence[Delta | Completion]) -> dict[str, Any]:
-    """Their tokens with all that belongs to them, one after the other."""
-    kinds = {"token_ids": np.int32, "logprobs": np.float32, "versions": np.int32}
-    found: dict[str, Any] = {
-        name: np.concatenate([np.empty(0, kind), *(getattr(part, name) for part in parts)], dtype=kind)
-        for name, kind in kinds.items()
-    }
-    return found | {"top": TopTokens.joined(part.top for part in parts)}

@@ -20,8 +20,8 @@ from pydantic import Field
 
 from rill.errors import ConfigError, EngineError
 from rill.inference.base import Feature, Request
-from rill.inference.remote import RemoteConfig, RemoteEngine
-from rill.inference.remote_flights import Chunk
+from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
+from rill.inference.remote_http import ServerHttp
 from rill.types import StopReason
 
 if TYPE_CHECKING:
@@ -59,29 +59,22 @@ class OpenAIEngine(RemoteEngine):
             return frozenset()
         return frozenset({Feature.STREAM, Feature.PARTIAL_ROLLOUT})
 
-    async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         if self._tokenizer is not None:
-            yield await self._complete_text(request, self._tokenizer)
-            return
-        body = completion_body(request, self.config.model)
-        async with aclosing(self._http.events("/completions", body)) as events:
-            async for event in events:
-                for choice in event["choices"]:
-                    yield read_choice(choice, event.get("usage"))
+            return self._complete_text(request, self._tokenizer)
+        return completion_chunks(self._http, "/completions", request, self.config.model)
 
-    async def _complete_text(self, request: Request, tokenizer: PreTrainedTokenizerBase) -> Chunk:
+    async def _complete_text(
+        self, request: Request, tokenizer: PreTrainedTokenizerBase
+    ) -> AsyncGenerator[Chunk, None]:
         body = completion_body(request, self.config.model)
         for key in ("return_token_ids", "stream", "logprobs", "stop_token_ids", "ignore_eos", "min_tokens"):
             body.pop(key, None)
         body["prompt"] = tokenizer.decode(request.token_ids.tolist())
-        answer = await self._http.post("/completions", body)
-        choice = answer["choices"][0]
+        (choice,) = (await self._http.post("/completions", body))["choices"]
         ids: list[int] = tokenizer.encode(choice["text"], add_special_tokens=False)
-        return Chunk(
-            token_ids=ids,
-            logprobs=[math.nan] * len(ids),
-            stop_reason=StopReason.LENGTH if choice["finish_reason"] == "length" else StopReason.EOS,
-        )
+        reason = StopReason.LENGTH if choice["finish_reason"] == "length" else StopReason.EOS
+        yield Chunk(token_ids=ids, logprobs=[math.nan] * len(ids), stop_reason=reason)
 
     async def _ask_context(self) -> int:
         answer = await self._http.get("/models")
@@ -97,6 +90,16 @@ class OpenAIEngine(RemoteEngine):
         if self.config.tokenizer is None:
             raise ConfigError("engine openai: mode 'text' needs `tokenizer`: a local folder, or \"chars\"")
         return load_tokenizer(ModelConfig(path=self.config.tokenizer, tokenizer=self.config.tokenizer))
+
+
+async def completion_chunks(
+    http: ServerHttp, path: str, request: Request, model: str
+) -> AsyncGenerator[Chunk, None]:
+    """The stream of one request at a completions route that tells token ids."""
+    async with aclosing(http.events(path, completion_body(request, model))) as events:
+        async for event in events:
+            for choice in event["choices"]:
+                yield read_choice(choice, event.get("usage"))
 
 
 def completion_body(request: Request, model: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,13 @@ class Replica(Worker):
                 self._outbox.add_end((requests[0].id, _portable(error)))
             return
         for request, future in zip(requests, futures, strict=True):
-            future.add_done_callback(_Ending(self._outbox, request.id))
+            future.add_done_callback(partial(self._end, request.id))
+
+    def _end(self, request_id: str, future: Future[Completion]) -> None:
+        error = future.exception()
+        if error is not None:
+            _end_with(error)
+        self._outbox.add_end(future.result() if error is None else (request_id, _portable(error)))
 
     def abort(self, request_ids: list[str] | None) -> None:
         """Not beside `submit`: it must not overtake one."""
@@ -182,19 +189,6 @@ class Replica(Worker):
 
     def close(self) -> None:
         self._engine.close()
-
-
-class _Ending:
-    def __init__(self, outbox: Outbox, request_id: str) -> None:
-        self._outbox, self._request_id = outbox, request_id
-
-    def __call__(self, future: Future[Completion]) -> None:
-        error = future.exception()
-        if error is None:
-            self._outbox.add_end(future.result())
-        else:
-            _end_with(error)
-            self._outbox.add_end((self._request_id, _portable(error)))
 
 
 def _end_with(error: BaseException) -> None:

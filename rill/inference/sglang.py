@@ -35,8 +35,7 @@ from rill.errors import AccessError, EngineError, RequestError, UnsupportedError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.remote import RemoteConfig, RemoteEngine, bearer
-from rill.inference.remote_flights import Chunk
+from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine, bearer
 from rill.inference.requests import sampling_words
 from rill.models.loading import ModelConfig, load_model_config
 from rill.runtime.process.scratch import ScratchFolder

@@ -1,8 +1,7 @@
 """vLLM in this process, as an Engine. The only file of rill that imports vllm.
 
     vllm.py          configuration, checks, and the Engine's methods
-    vllm_loop.py     the thread that drives vLLM, and what is under way in it
-    vllm_words.py    requests and answers in vLLM's words
+    vllm_loop.py     the thread that drives vLLM, what is under way in it, requests and answers in vLLM's words
     vllm_worker.py   what is changed inside vLLM's workers
 
 What vLLM does not promise, these files see to:
@@ -11,6 +10,7 @@ What vLLM does not promise, these files see to:
 - with tied embeddings a reload may leave an output head of its own stale, or packed: it is tied and packed again;
 - a reload keeps tensors of a layer until it has all of them: it is given copies;
 - names, shapes and completeness of new weights are checked here;
+- an adapter that takes another's place gets an id of its own: nothing is found in a cache that the old one filled;
 - log-probabilities are `processed_logprobs`, after penalties, bias and temperature; vLLM also truncates them by top-k,
   top-p and min-p, which the protocol does not: its sampler is told to report what it had before that.
 """
@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +31,7 @@ from rill.config import PartConfig
 from rill.errors import (
     EngineError,
     MissingExtraError,
+    ModelError,
     RequestError,
     StuckError,
     UnsupportedError,
@@ -49,8 +51,7 @@ from rill.inference.commands import MOVE_TIMEOUT_S
 from rill.inference.flight import Flight
 from rill.inference.parameters import checked, expected_shapes
 from rill.inference.requests import Generates, check_fits, check_ids, check_request, wait_for_all
-from rill.inference.vllm_loop import Job, VllmLoop
-from rill.inference.vllm_words import VllmWords
+from rill.inference.vllm_loop import Job, VllmLoop, VllmWords
 from rill.inference.vllm_worker import report_before_truncation, tie_head
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.runtime.process.scratch import ScratchFolder
@@ -80,6 +81,9 @@ class VllmEngine(Generates):
         """No compilation and no CUDA graphs: slower, and quick to start."""
         enable_sleep: bool = False
         """Lets release() give memory back. CUDA only."""
+        max_adapters: int = Field(default=0, ge=0)
+        """LoRA adapters that can be loaded at one time, of rank 64 at most. 0: none. With them the base model's weights
+        cannot be updated: vLLM wraps its layers, and its reload does not find them then."""
         engine_args: dict[str, Any] = Field(default_factory=dict)
         """Further keyword arguments of vllm.LLM, as they are."""
 
@@ -87,6 +91,8 @@ class VllmEngine(Generates):
         self.config = config
         vllm = _import_vllm(config.cpu_kv_gib)
         self._words = VllmWords(vllm)
+        self._num_adapters = 0
+        """Loaded since the start: the number of one is its id in vLLM."""
         self._folder: ScratchFolder | None = None
         self._expected = expected_shapes(config.model)
         self._llm = vllm.LLM(**self._llm_args())
@@ -100,8 +106,8 @@ class VllmEngine(Generates):
 
     @property
     def features(self) -> frozenset[Feature]:
-        found = {Feature.STREAM, Feature.SCORE, Feature.PARTIAL_ROLLOUT, Feature.UPDATE_WEIGHTS}
-        found.add(Feature.SEEDED)
+        found = {Feature.STREAM, Feature.SCORE, Feature.PARTIAL_ROLLOUT, Feature.SEEDED}
+        found.add(Feature.LORA if self.config.max_adapters else Feature.UPDATE_WEIGHTS)
         if self.config.enable_sleep and not self._is_cpu:
             found.add(Feature.RELEASE_MEMORY)
         return frozenset(found)
@@ -109,6 +115,10 @@ class VllmEngine(Generates):
     @property
     def version(self) -> PolicyVersion:
         return self._loop.version
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        return frozenset(self._loop.adapters)
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -124,7 +134,12 @@ class VllmEngine(Generates):
         return [job.flight.future for job in jobs]
 
     def score(
-        self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
+        self,
+        sequences: Sequence[TokenIds],
+        temperature: float = 1.0,
+        timeout_s: float = 600.0,
+        *,
+        adapter: str | None = None,
     ) -> list[Floats]:
         """vLLM reports prompts at temperature 1 only, and needs room for one more token."""
         if temperature != 1.0:
@@ -136,6 +151,7 @@ class VllmEngine(Generates):
                 id=f"score-{time.monotonic_ns()}-{index}",
                 token_ids=np.asarray(tokens, np.int32),
                 sampling=SamplingParams(max_new_tokens=1),
+                adapter=adapter,
             )
             self._check(request)
             jobs.append(Job(Flight(request, None), is_score=True))
@@ -198,7 +214,40 @@ class VllmEngine(Generates):
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         if partial:
             raise UnsupportedError("vllm: its reload needs all parameters; publish whole weights")
+        if self.config.max_adapters:
+            raise UnsupportedError("vllm: with max_adapters the base model's weights stay as they are")
         self._commands.call("update_weights", lambda: self._update(tensors, version), MOVE_TIMEOUT_S)
+
+    def load_adapter(self, name: str, source: str | Path) -> None:
+        loop, limit = self._loop, self.config.max_adapters
+
+        def load() -> None:
+            if len(self.adapters | {name}) > limit:
+                raise ModelError(f"vllm: {limit} adapters fit (max_adapters): unload one, or start with more")
+            self._num_adapters += 1
+            adapter = self._words.adapter(name, self._num_adapters, source)
+            try:
+                self._engine.add_lora(adapter)
+            except Exception as error:  # boundary: vLLM's refusals share no base class
+                raise ModelError(f"vllm: the adapter in {source} does not fit: {error}") from error
+            before = loop.adapters.get(name)
+            loop.adapters[name] = adapter
+            if before is not None:
+                loop.take_out()  # what is under way goes on with the new one
+                self._engine.remove_lora(before.lora_int_id)
+                loop.put_back()
+
+        self._commands.call("load_adapter", load, MOVE_TIMEOUT_S)
+
+    def unload_adapter(self, name: str) -> None:
+        loop = self._loop
+
+        def unload() -> None:
+            if name in loop.adapters:
+                loop.abort([i for i, job in loop.jobs.items() if job.flight.request.adapter == name])
+                self._engine.remove_lora(loop.adapters.pop(name).lora_int_id)
+
+        self._commands.call("unload_adapter", unload)
 
     def rewind(self) -> None:
         def forget() -> None:
@@ -209,7 +258,7 @@ class VllmEngine(Generates):
     def flush(self) -> None:
         def reset() -> None:
             self._loop.take_out()
-            self._engine.reset_prefix_cache()
+            self._forget_prefixes()
             self._loop.put_back()
 
         self._commands.call("flush", reset)
@@ -245,25 +294,26 @@ class VllmEngine(Generates):
             copies = ((name, tensor.clone()) for name, tensor in checked(tensors, self._expected))
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
             self._engine.collective_rpc(tie_head)
-            self._engine.reset_prefix_cache()
+            self._forget_prefixes()
         except Exception as error:  # vLLM raises anything; half-loaded weights must not be used
             loop.unavailable = f"the last weight update failed: {error}"
             raise WeightSyncError(f"vllm: {error}") from error
         loop.version, loop.unavailable = version, None
         loop.put_back()
 
+    def _forget_prefixes(self) -> None:
+        if not self._engine.reset_prefix_cache():
+            raise EngineError("vllm: its prefix cache was not reset, and holds what older weights computed")
+
     def _check(self, request: Request) -> None:
-        check_request(request, max_context=self.max_context, vocab_size=self.vocab_size)
+        check_request(
+            request, max_context=self.max_context, vocab_size=self.vocab_size, adapters=self.adapters
+        )
         check_fits(request, self.max_context)
         if request.guide is not None or request.num_top_logprobs:
             raise UnsupportedError(
                 f"request {request.id!r}: the vllm engine takes no grammars and tells the sampled tokens' "
                 "log-probabilities only: use native"
-            )
-        if request.adapter is not None:
-            raise UnsupportedError(
-                f"request {request.id!r}: the vllm engine serves no adapters, and {request.adapter!r} was asked for: "
-                "use native, sglang or vllm_server"
             )
         try:
             self._words.sampling(request)
@@ -275,7 +325,7 @@ class VllmEngine(Generates):
             raise EngineError(f"vllm: {self._loop.unavailable or 'the engine is closed'}")
 
     def _llm_args(self) -> dict[str, Any]:
-        path = self.config.model.path
+        path, limit = self.config.model.path, self.config.max_adapters
         if path is None:
             self._folder = ScratchFolder("vllm")
             path = str(self._folder.path)
@@ -294,6 +344,8 @@ class VllmEngine(Generates):
             "enable_sleep_mode": self.config.enable_sleep,
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
+            **({"enable_lora": True, "max_lora_rank": 64} if limit else {}),
+            **({"max_loras": limit, "max_cpu_loras": limit + 1} if limit else {}),
             **self.config.engine_args,
         }
 
@@ -306,6 +358,7 @@ def _import_vllm(cpu_kv_gib: int) -> Any:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     try:
         import vllm
+        import vllm.lora.request
         import vllm.sampling_params
     except ImportError as error:
         raise MissingExtraError(f"engine 'vllm' needs vLLM: pip install 'rill[vllm]' ({error})") from error

@@ -13,7 +13,6 @@ The development routes have no keys of their own in vLLM: keep the server on a p
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Literal
 
 import httpx
@@ -22,10 +21,9 @@ import numpy as np
 from rill.errors import EngineError, UnsupportedError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.checkpoint import Checkpoint
-from rill.inference.openai import completion_body, read_choice
+from rill.inference.openai import completion_chunks
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.remote import RemoteConfig, RemoteEngine
-from rill.inference.remote_flights import Chunk
+from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
 from rill.models.loading import ModelConfig, load_model_config
 from rill.runtime.process.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, TokenIds
@@ -66,12 +64,8 @@ class VllmServerEngine(RemoteEngine):
             found.add(Feature.RELEASE_MEMORY)
         return frozenset(found)
 
-    async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        body = completion_body(request, self.config.served_name)
-        async with aclosing(self._http.events("/v1/completions", body)) as events:
-            async for event in events:
-                for choice in event["choices"]:
-                    yield read_choice(choice, event.get("usage"))
+    def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        return completion_chunks(self._http, "/v1/completions", request, self.config.served_name)
 
     async def _score_one(self, token_ids: TokenIds, temperature: float) -> Floats:
         if temperature != 1.0:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from rill.errors import EngineError, StuckError
 from rill.inference import remote
-from rill.inference.base import Feature, NamedTensors, Request
-from rill.inference.flight import Flight
-from rill.inference.remote import RemoteConfig, RemoteEngine
-from rill.inference.remote_flights import Chunk
+from rill.inference.base import Completion, Feature, NamedTensors, Request
+from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
 from rill.types import PolicyVersion, SamplingParams, StopReason
 
 
@@ -26,11 +25,11 @@ class Scripted(RemoteEngine):
     """Three tokens for everybody, from no server. An update never ends."""
 
     features = frozenset({Feature.STREAM, Feature.UPDATE_WEIGHTS})
-    max_context = 64
 
     def __init__(self) -> None:
         config = RemoteConfig(type="scripted", url="http://nowhere", api_key_variable="NO_KEY")
         super().__init__(config, "scripted")
+        self.max_context = 64
         self.num_streams = 0
 
     async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
@@ -52,18 +51,17 @@ def engine() -> Iterator[Scripted]:
 
 
 def test_a_request_that_arrives_as_the_others_go_on_is_started_once(engine: Scripted) -> None:
-    flight = Flight(request("a"), None)
+    futures: list[Future[Completion]] = []
 
     async def go_on_meanwhile() -> None:
-        flights = engine._flights
-        await flights.hold(cut=True)
-        arriving = threading.Thread(target=flights.submit, args=([flight],))
+        await engine._hold(cut=True)
+        arriving = threading.Thread(target=lambda: futures.extend(engine.submit([request("a")])))
         arriving.start()
         arriving.join()  # its start waits for the loop, which is here
-        flights.go_on()
+        engine._go_on()
 
     engine._call(go_on_meanwhile(), "race", 5.0)
-    assert flight.future.result(5).token_ids.tolist() == [7, 8, 9]
+    assert futures[0].result(5).token_ids.tolist() == [7, 8, 9]
     assert engine.num_streams == 1
 
 

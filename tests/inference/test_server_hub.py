@@ -61,7 +61,7 @@ async def test_an_end_comes_before_the_tokens_of_others() -> None:
         for name in ("a", "b", "c"):
             stream = Recorder(name, log)
             stream.has_token = True
-            hub.register(stream)
+            hub.streams[name] = stream
             hub.push(delta(name))
         hub.push_end(Recorder("whole", log), Future[Completion]())
 
@@ -73,11 +73,11 @@ async def test_an_end_comes_before_the_tokens_of_others() -> None:
 async def test_tokens_of_a_stream_that_are_pending_together_arrive_together() -> None:
     def act(hub: Hub, log: list[str]) -> None:
         stream = Recorder("a", log)
-        hub.register(stream)
+        hub.streams["a"] = stream
         for _ in range(3):
             hub.push(delta("a"))
         hub.push_end(stream, Future[Completion]())
-        hub.unregister(stream)
+        del hub.streams["a"]
         hub.push(delta("a"))  # nobody reads it any more
 
     log = await heard(act, interval_s=60.0)
@@ -89,5 +89,5 @@ async def test_many_streams_share_the_loop_by_waiting_longer() -> None:
     hub = Hub(asyncio.get_running_loop(), 0.04)
     assert hub.interval_s == 0.04
     for number in range(256):
-        hub.register(Recorder(f"s{number}", []))
+        hub.streams[f"s{number}"] = Recorder(f"s{number}", [])
     assert hub.interval_s == pytest.approx(0.512)

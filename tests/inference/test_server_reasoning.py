@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from rill.data.tool_calls import SYNTAXES
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.inference.server.reasoning import ReasoningStream
 from rill.inference.server.schemas import FunctionTool, Tool
-from rill.inference.server.tool_calls import SYNTAXES, ToolCallStream
+from rill.inference.server.tool_calls import ToolCallStream
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.plain_http import http
 

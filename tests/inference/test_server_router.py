@@ -18,14 +18,13 @@ import torch
 from rill.errors import EngineError, ModelError, PeerDiedError, RequestError, WeightSyncError
 from rill.inference.base import ADAPTER_FILES, Delta, PauseMode, Request
 from rill.inference.native.engine import NativeEngine
-from rill.inference.replica import ReplicaEngine
+from rill.inference.replica import ReplicaProcess
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.inference.server.prefix_index import PrefixIndex
 from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
 from rill.inference.server.router import Router
 from rill.models.loading import ModelConfig
 from rill.models.tokenizer import build_char_tokenizer
-from rill.runtime.cluster import Cluster
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.plain_http import http
@@ -58,7 +57,7 @@ def ready(router: Router) -> int:
 
 
 def busiest(router: Router) -> int:
-    return max(router.slots, key=lambda s: s.num_in_flight).index
+    return max(router.slots, key=lambda s: s.running.num_in_flight).index
 
 
 def test_both_replicas_work_and_seeded_tokens_do_not_depend_on_which(router: Router) -> None:
@@ -79,7 +78,7 @@ def test_a_killed_replica_costs_no_token_of_a_streamed_request(router: Router) -
 
     (future,) = router.submit([request("victim", length=120)], on_delta)
     wait_for(lambda: len(streamed) > 5)
-    engine = router.slots[busiest(router)].engine
+    engine = router.slots[busiest(router)].replica
     assert engine is not None
     os.kill(engine.pid, signal.SIGKILL)
     completion = future.result(60)
@@ -97,7 +96,7 @@ def test_a_request_that_is_not_streamed_continues_from_recorded_tokens(router: R
     (future,) = router.submit([request("quiet", length=150)])
     time.sleep(0.6)
     flight = router._flights["quiet"]
-    engine = router.slots[busiest(router)].engine
+    engine = router.slots[busiest(router)].replica
     assert engine is not None
     engine.kill()
     wait_for(lambda: flight.num_losses == 1)
@@ -111,13 +110,13 @@ def test_a_replica_that_joins_late_gets_the_weights_and_the_pause(router: Router
     version = PolicyVersion(router.version + 1)
     router.update_weights([("a", torch.ones(3))], version)
     router.update_weights([("b", torch.ones(2))], PolicyVersion(version + 1), partial=True)
-    engine = router.slots[0].engine
+    engine = router.slots[0].replica
     assert engine is not None
     router.pause(PauseMode.INTERRUPT)
     engine.kill()
     wait_for(lambda: ready(router) == 1)
     wait_for(lambda: ready(router) == 2)
-    assert router.slots[0].engine is not engine and router.slots[0].engine.version == version + 1
+    assert router.slots[0].replica is not engine and router.slots[0].replica.version == version + 1
     futures = router.submit([request(f"held{i}", first=40 + 9 * i) for i in range(4)])
     time.sleep(0.3)
     assert not any(f.done() for f in futures)
@@ -141,7 +140,7 @@ def test_a_callback_that_raises_stops_neither_its_request_nor_its_replica(router
 def test_a_replica_that_has_stopped_reading_is_found_out_and_replaced() -> None:
     settings = RouterConfig(num_replicas=1, health_interval_s=0.1, health_timeout_s=0.5)
     router = Router(FakeEngine.Config(), settings)
-    engine = router.slots[0].engine
+    engine = router.slots[0].replica
     assert engine is not None
     os.kill(engine.pid, signal.SIGSTOP)
     long = np.full(400, 40, dtype=np.int32)
@@ -170,7 +169,7 @@ def test_a_replica_that_cannot_be_made_like_the_others_is_not_left_behind(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_for(lambda: ready(router) == 2)
-    started: list[ReplicaEngine] = []
+    started: list[ReplicaProcess] = []
 
     def refuse(slot: Any) -> None:
         started.append(slot.running)
@@ -178,7 +177,7 @@ def test_a_replica_that_cannot_be_made_like_the_others_is_not_left_behind(
             raise WeightSyncError("not like the others")
 
     monkeypatch.setattr(router, "_catch_up", refuse)
-    engine = router.slots[0].engine
+    engine = router.slots[0].replica
     assert engine is not None
     engine.kill()
     wait_for(lambda: len(started) == 2 and ready(router) == 2)
@@ -229,7 +228,7 @@ def test_samples_of_one_prompt_go_to_one_replica_and_prompts_spread(router: Rout
     used = []
     for group in groups:
         router.submit(group)
-        used.append({router._flights[r.id].slot_index for r in group if r.id in router._flights})
+        used.append({router._flights[r.id].replica.name for r in group if r.id in router._flights})
     assert all(len(slots) == 1 for slots in used) and used[0] != used[1]
 
 
@@ -270,12 +269,11 @@ def test_an_adapter_reaches_all_replicas_and_those_that_come_late(router: Router
         (tmp_path / name).write_text("{}")
     router.load_adapter("math", tmp_path)
     shutil.rmtree(tmp_path)  # a late replica reads the router's own copy
-    engine = router.slots[1].engine
-    assert engine is not None and engine.adapters == {"math"}
+    engine = router.slots[1].replica
+    assert engine is not None
     engine.kill()
     wait_for(lambda: ready(router) == 1)
     wait_for(lambda: ready(router) == 2)
-    assert [slot.running.adapters for slot in router.slots] == [{"math"}, {"math"}]
     requests = [replace(request(f"a{i}", first=40 + 7 * i), adapter="math") for i in range(4)]
     plain = [replace(r, id=f"{r.id}-plain", adapter=None) for r in requests]
     done = router.generate([*requests, *plain], 30.0)
@@ -294,7 +292,7 @@ def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:
         with http.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
-            engine = router.slots[busiest(router)].engine
+            engine = router.slots[busiest(router)].replica
             assert engine is not None
             engine.kill()
             rest = [line for line in lines if line]
@@ -311,7 +309,7 @@ def test_a_replica_that_hangs_is_ended_and_its_request_goes_on_elsewhere() -> No
             [request("stuck", length=100)], lambda d: streamed.extend(d.token_ids.tolist())
         )
         wait_for(lambda: len(streamed) > 5)
-        engine = router.slots[busiest(router)].engine
+        engine = router.slots[busiest(router)].replica
         assert engine is not None
         os.kill(engine.pid, signal.SIGSTOP)
         alone = FakeEngine()
@@ -327,21 +325,19 @@ def test_a_replica_that_hangs_is_ended_and_its_request_goes_on_elsewhere() -> No
 def test_an_engine_that_cannot_load_says_why() -> None:
     config = FakeEngine.Config(max_context=512)
     broken = config.model_copy(update={"type": "tests.inference.fake_engine:Missing"})
-    with Cluster("cpu:1") as cluster, pytest.raises(EngineError, match="Missing"):
-        ReplicaEngine(broken, cluster=cluster, name="broken")
+    with pytest.raises(EngineError, match="Missing"):
+        Router(broken, RouterConfig())
 
 
-def test_a_dead_replica_refuses_calls_and_submissions() -> None:
-    with Cluster("cpu:1") as cluster:
-        replica = ReplicaEngine(FakeEngine.Config(step_s=0.01), cluster=cluster, name="lonely")
-        (future,) = replica.submit([request("x", length=400)])
-        replica.kill()
-        with pytest.raises(PeerDiedError):
-            future.result(10)
-        with pytest.raises(PeerDiedError):
-            replica.stats()
-        with pytest.raises(PeerDiedError):
-            replica.submit([request("y")])
+def test_a_dead_replica_refuses_calls_and_submissions(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+    replica = router.slots[0].running
+    replica.kill()
+    wait_for(lambda: replica.is_dead)
+    with pytest.raises(PeerDiedError):
+        replica.call("stats")
+    with pytest.raises(PeerDiedError):
+        replica.submit([request("y")])
 
 
 def test_a_version_that_one_replica_does_not_take_is_in_service_and_it_comes_to_it(
@@ -350,7 +346,7 @@ def test_a_version_that_one_replica_does_not_take_is_in_service_and_it_comes_to_
     """A retry would have met engines that have it already."""
     wait_for(lambda: ready(router) == 2)
     broken = router.slots[0].running
-    monkeypatch.setattr(broken, "update_weights", _refuse)
+    monkeypatch.setattr(broken, "call", _refuse)
     version = PolicyVersion(router.version + 1)
     router.update_weights([("a", torch.ones(3))], version)
     assert router.version == version
@@ -366,12 +362,12 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 def test_the_prefix_index_matches_the_longest_common_prefix_and_forgets() -> None:
     index = PrefixIndex(capacity=10)
     prompt = np.arange(100, dtype=np.int32)
-    index.insert(prompt, "", 0)
-    index.insert(prompt[:64], "", 1)
-    assert index.match(prompt, "") == {0: 100, 1: 64}
+    index.insert(prompt, "", "r0")
+    index.insert(prompt[:64], "", "r1")
+    assert index.match(prompt, "") == {"r0": 100, "r1": 64}
     assert index.match(prompt, "salt") == {}
-    index.forget(0)
-    assert index.match(prompt, "") == {1: 64}
+    index.forget("r0")
+    assert index.match(prompt, "") == {"r1": 64}
     for start in range(20):
-        index.insert(prompt[start : start + 32] + 1000, "", 0)
+        index.insert(prompt[start : start + 32] + 1000, "", "r0")
     assert index.match(prompt, "") == {}

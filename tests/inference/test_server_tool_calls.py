@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from rill.data.tool_calls import SYNTAXES, detect_syntax
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.inference.server.schemas import Tool
-from rill.inference.server.tool_calls import SYNTAXES, ToolCallStream, detect_syntax
+from rill.inference.server.tool_calls import ToolCallStream
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.plain_http import http
 

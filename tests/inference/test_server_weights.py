@@ -218,33 +218,35 @@ def test_a_manifest_that_is_wrong_is_a_client_error_in_words(
     refused(client, {"manifest": sound | {"buckets": sound["buckets"][:1]}}, 400, "contradicts itself")
     refused(client, {"manifest": sound | {"transport": "cuda_ipc"}}, 400, "manifest.transport")
     refused(client, {"manifest": {"version": 3}}, 400, "manifest")
-    refused(client, {}, 400, "/init_broadcaster first")
+    refused(client, {}, 400, "say where the weights are")
     assert answer_of(client)[0] == before[0] and np.allclose(answer_of(client)[1], before[1])
     assert client.get("/health").json() == {"status": "ok", "version": version, "replicas": 1.0}
 
 
-def test_a_broadcaster_on_disk_gives_versions_by_number_and_the_newest(
+def test_a_version_on_disk_is_taken_by_its_folder_over_differences(
     client: httpx.Client, engine: NativeEngine, tmp_path: Path
 ) -> None:
     publisher = open_publisher(DiskTransport.Config(folder=str(tmp_path), bucket_bytes=8192, delta=True))
-    where = {"transport": "disk", "location": str(tmp_path)}
-    assert client.post("/init_broadcaster", json=where | {"location": "/no/such"}).status_code == 400
-    assert client.post("/init_broadcaster", json=where).status_code == 200
-    refused(client, {}, 409, "no version has been published")
     first = engine.version + 1
     for version in (first, first + 1, first + 2):
         publisher.publish(changed(version).items(), PolicyVersion(version))
-    assert client.post("/update_weights", json={"version": first}).json()["version"] == first
+
+    def folder(version: int) -> Path:
+        return tmp_path / f"v{version:010d}"
+
+    def update(version: int) -> int:
+        answer = client.post("/update_weights", json={"weight_dir": str(folder(version))})
+        return int(answer.json()["version"])
+
+    assert update(first) == first
     in_service(client, first)
-    assert client.post("/update_weights", json={}).json()["version"] == first + 2, "two differences at once"
+    assert update(first + 2) == first + 2, "two differences at once"
     in_service(client, first + 2)
-    half = tmp_path / f"v{first + 3:010d}"
-    half.mkdir()
-    (half / "manifest.json").write_text('{"version": 12, "tensors": [')
-    refused(client, {}, 502, "half-written")
-    refused(client, {"weight_dir": str(half)}, 502, "half-written")
+    folder(first + 3).mkdir()
+    (folder(first + 3) / "manifest.json").write_text('{"version": 12, "tensors": [')
+    refused(client, {"weight_dir": str(folder(first + 3))}, 502, "half-written")
     nccl = client.post("/init_broadcaster", json={"host": "10.0.0.1", "port": 29500})
-    assert nccl.status_code == 404 and "no weights over NCCL" in nccl.text
+    assert nccl.status_code == 404, "prime-rl goes on without"
     in_service(client, first + 2)
 
 

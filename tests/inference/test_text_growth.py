@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rill.inference.native.detokenizer import StopMatcher
+from rill.inference.server.schemas import SamplingBody
 from rill.inference.server.text import TextStream
 
 EOS = 300
@@ -31,7 +32,7 @@ class Bytes:
 @pytest.mark.parametrize("token", [HALF, EOS])
 def test_a_stream_of_tokens_without_text_costs_no_more_with_each(token: int) -> None:
     tokenizer: Any = Bytes()
-    stream = TextStream(tokenizer)
+    stream = TextStream(tokenizer, SamplingBody())
     text = "".join(stream.feed([i]) for i in [*b"ab", *[token] * 1000, *"é!".encode()])
     text += stream.feed([], is_last=True)
     assert text.startswith("ab") and text.endswith("é!") and tokenizer.longest < 32

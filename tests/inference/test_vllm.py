@@ -1,8 +1,12 @@
-"""The vllm adapter against the real vLLM (its CPU build is enough); skipped where vllm is not installed."""
+"""The vllm adapter against the real vLLM in float32, on the CPU or on a GPU; skipped where vllm is not installed.
+
+What needs a GPU (bfloat16, captured graphs, sleep, CUDA IPC, adapters) is in test_vllm_cuda.py.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,14 +36,19 @@ SHAPE = {
     "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": True, "initializer_range": 0.2,
 }  # fmt: skip
 MODEL = ModelConfig(shape=SHAPE, tokenizer="chars")
-TOLERANCE = 1e-3
+TOLERANCE = 3e-2 if torch.cuda.is_available() else 1e-3
+"""On a GPU its attention multiplies float32 as TF32, with 10 bits: 0.011 was seen, of weights of 0.2. Wrong weights or
+truncated distributions are off by 1."""
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
     from rill.inference.vllm import VllmEngine
 
-    engine = VllmEngine(VllmEngine.Config(model=MODEL, dtype="float32", enforce_eager=True, max_context=256))
+    config = VllmEngine.Config(
+        model=MODEL, dtype="float32", enforce_eager=True, max_context=256, gpu_memory_fraction=0.2
+    )
+    engine = VllmEngine(config)
     yield engine
     engine.close()
 
@@ -195,8 +204,9 @@ def test_bad_updates_are_refused_and_a_whole_one_mends(engine: VllmEngine, refer
 
 
 def test_abort_keeps_tokens_and_finish_pause_waits(engine: VllmEngine) -> None:
-    (future,) = engine.submit([request("gone", max_new_tokens=200, ignore_eos=True)])
-    time.sleep(0.3)
+    begun = threading.Event()
+    (future,) = engine.submit([request("gone", max_new_tokens=200, ignore_eos=True)], lambda _: begun.set())
+    assert begun.wait(60)
     engine.abort(["gone"])
     assert future.result(10).stop_reason is StopReason.ABORTED and len(future.result().token_ids) < 200
     (running,) = engine.submit([request("run", max_new_tokens=30, ignore_eos=True)])
@@ -216,25 +226,11 @@ def test_what_it_cannot_do_it_refuses(engine: VllmEngine) -> None:
     for bad in (request("a", prompt=(104,)), request("b", prompt=()), request("c", max_new_tokens=10**6)):
         with pytest.raises(RequestError):
             engine.submit([bad])
-    with pytest.raises(UnsupportedError, match="'mine'"):
+    with pytest.raises(RequestError, match="'mine'"):
         engine.submit([replace(request("d"), adapter="mine")])
 
 
 class TestVllm(EngineConformance):
-    """The suite that every engine runs. Weights are scaled there, so it comes last and has its own reference."""
+    """The suite that every engine runs, on the same engine and reference: each test leaves the two alike."""
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def engine(cls) -> Iterator[VllmEngine]:
-        from rill.inference.vllm import VllmEngine
-
-        engine = VllmEngine(
-            VllmEngine.Config(model=MODEL, dtype="float32", enforce_eager=True, max_context=256)
-        )
-        yield engine
-        engine.close()
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def reference(cls) -> Any:
-        return load_model(MODEL, dtype=torch.float32)
+    atol = TOLERANCE

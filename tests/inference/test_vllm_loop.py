@@ -23,7 +23,9 @@ class LLMEngine:
         self.aborted: list[str] = []
         self.fails = False
 
-    def add_request(self, name: str, prompt: list[int], params: Request, priority: int) -> None:
+    def add_request(
+        self, name: str, prompt: list[int], params: Request, lora_request: Any, priority: int
+    ) -> None:
         if prompt[0] == 13:
             raise ValueError("unlucky")
         self.requests[name] = [list(prompt), params.sampling.max_new_tokens]

@@ -122,7 +122,7 @@ def engine_that(load: Callable[[Any], None]) -> Any:
             load(kwargs["weights_iterator"])
 
     engine = object.__new__(VllmEngine)
-    engine._engine = SimpleNamespace(collective_rpc=collective_rpc, reset_prefix_cache=lambda: None)
+    engine._engine = SimpleNamespace(collective_rpc=collective_rpc, reset_prefix_cache=lambda: True)
     engine._loop = Loop(version=PolicyVersion(0), unavailable=None)  # type: ignore[assignment]
     engine._expected = {"a": (2,), "b": (2,)}
     return engine

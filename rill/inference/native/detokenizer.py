@@ -56,13 +56,15 @@ class IncrementalDetokenizer:
         return len(self._ids) > self._num_out
 
     def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
-        """is_last: half a character is not waited for."""
+        """is_last: half a character is not waited for, and nothing comes after it."""
         self._ids += tokens
         text = self._decode(self._ids, self._skip)
         is_partial = text.endswith(INCOMPLETE) and len(self._ids) - self._num_out <= MAX_PARTIAL
         if not is_last and (is_partial or len(text) <= len(self._before)):
             return ""
         new = text[len(self._before) :]
+        if is_last:
+            return new
         self._ids = self._ids[self._num_out :]
         self._num_out = len(self._ids)
         self._before = self._decode(self._ids, self._skip)

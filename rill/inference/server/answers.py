@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -20,8 +21,8 @@ from starlette.types import Receive, Scope, Send
 from rill.errors import RillError
 from rill.inference.base import Completion, Request
 from rill.inference.server.choices import usage
-from rill.inference.server.errors import ApiError, error_body, to_api_error
-from rill.inference.server.generation import Piece, SampleStream
+from rill.inference.server.errors import ApiError, bad_request, error_body, to_api_error
+from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.sampling import new_id
 from rill.inference.server.schemas import GenerationBody
 from rill.inference.server.state import ServerState
@@ -50,7 +51,7 @@ class Answer(Protocol):
 
     async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
-    def events(self, stream: SampleStream) -> AsyncIterator[bytes]: ...
+    def events(self, samples: Samples) -> AsyncIterator[bytes]: ...
 
 
 class OpenAIAnswer:
@@ -64,17 +65,19 @@ class OpenAIAnswer:
         self.id = new_id(self.prefix)
         self.name = body.request_id or self.id
         self.is_streamed = bool(body.stream)
-        self._created = int(time.time())
-        self._model = body.model or state.config.model_name
+        self.created = int(time.time())
+        self.model = body.model or state.config.model_name
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options needs stream=true", "stream_options")
         self._tells_usage = body.stream_options is not None and body.stream_options.include_usage
 
     @abstractmethod
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """One event of a stream."""
 
-    async def events(self, stream: SampleStream) -> AsyncIterator[bytes]:
+    async def events(self, samples: Samples) -> AsyncIterator[bytes]:
         completions: list[Completion] = []
-        async for pieces in stream:
+        async for pieces in samples:
             yield b"".join(event(self.chunk(piece)) for piece in pieces)
             completions += [piece.completion for piece in pieces if piece.completion is not None]
         if self._tells_usage:
@@ -88,8 +91,8 @@ class OpenAIAnswer:
         return {
             "id": self.id,
             "object": self.kinds[is_chunk],
-            "created": self._created,
-            "model": self._model,
+            "created": self.created,
+            "model": self.model,
             "choices": choices,
         }
 
@@ -98,29 +101,15 @@ async def respond(state: ServerState, caller: str, answer: Answer, http: HttpReq
     """Admitted, run, and answered. The place that admission gave is held until the answer is made, or the stream has
     ended or lost its client."""
     requests = answer.requests()
-    state.admission.enter(caller)
-    ticket = state.generation.name_requests((caller, answer.name), [request.id for request in requests])
-
-    def leave() -> None:
-        state.admission.leave()
-        ticket.close()
-
-    try:
+    with ExitStack() as held:
+        held.enter_context(state.admission.admit(caller))
+        samples = held.enter_context(
+            state.generation.submit(requests, (caller, answer.name), is_streamed=answer.is_streamed)
+        )
         if not answer.is_streamed:
-            completions = await state.generation.run(requests, http)
-            response = json_response(await answer.whole(completions))
-            leave()
-            return response
-        stream = await state.generation.open(requests, http)
-    except BaseException:
-        leave()
-        raise
-
-    def close() -> None:
-        stream.close()
-        leave()
-
-    return _EventStream(answer.events(stream), close)
+            return json_response(await answer.whole(await samples.completions(http)))
+        await samples.begun(http)
+        return _EventStream(answer.events(samples), held.pop_all().close)
 
 
 class _EventStream(StreamingResponse):

@@ -29,41 +29,35 @@ class KeyRing:
         """The caller's name for limits and logs: a short digest of its key, never the key."""
         if not self._clients:
             return ANONYMOUS
-        given = _given_key(request)
-        if given is None:
-            raise ApiError(401, "no API key: send `Authorization: Bearer KEY`", code="missing_api_key")
-        digest = _digest(given)
+        digest = _given_digest(request, "send `Authorization: Bearer KEY`")
         if not _matches(digest, self._clients):
             raise ApiError(401, "incorrect API key", code="invalid_api_key")
         return digest.hex()[:12]
 
     def check_admin(self, request: Request) -> None:
         if self._admin is None:
-            if not _is_local(request):
-                raise ApiError(
-                    403,
-                    "administration from other machines, through a proxy or from a web page needs an admin key: start"
-                    " the server with one",
-                )
-            return
-        given = _given_key(request)
-        if given is None:
-            raise ApiError(401, "no API key: this route needs the admin key", code="missing_api_key")
-        digest = _digest(given)
-        is_client = _matches(digest, self._clients)
-        if not _matches(digest, [self._admin]):
-            if is_client:
-                raise ApiError(
-                    403, "a client key does not open administration routes", code="admin_key_required"
-                )
+            if _is_local(request):
+                return
+            raise ApiError(
+                403,
+                "administration from other machines, through a proxy or from a web page needs an admin key: start the"
+                " server with one",
+            )
+        digest = _given_digest(request, "this route needs the admin key")
+        is_client, is_admin = _matches(digest, self._clients), _matches(digest, [self._admin])
+        if not is_admin and is_client:
+            raise ApiError(403, "a client key does not open administration routes", code="admin_key_required")
+        if not is_admin:
             raise ApiError(401, "incorrect API key", code="invalid_api_key")
 
 
-def _given_key(request: Request) -> str | None:
+def _given_digest(request: Request, advice: str) -> bytes:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip():
-        return token.strip()
-    return request.headers.get("x-api-key") or None
+    given = token.strip() if scheme.lower() == "bearer" else ""
+    given = given or request.headers.get("x-api-key", "")
+    if not given:
+        raise ApiError(401, f"no API key: {advice}", code="missing_api_key")
+    return _digest(given)
 
 
 def _digest(key: str) -> bytes:

@@ -7,6 +7,7 @@ is a 503; what reaches the last handler is our own bug, and a 500.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,18 +29,21 @@ from rill.errors import (
 log = logging.getLogger(__name__)
 
 _TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    502: "bad_source_error",
-    503: "service_unavailable_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
+    429: "rate_limit_error", 502: "bad_source_error", 503: "service_unavailable_error",
+}  # fmt: skip
+
+_NAME = {"type": ["string", "null"]}
+_FIELDS = {"message": {"type": "string"}, "type": {"type": "string"}, "param": _NAME, "code": _NAME}
+_BODY = {"type": "object", "required": list(_FIELDS), "properties": _FIELDS}
+_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": _BODY}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": kind, "content": {"application/json": {"schema": _SCHEMA}}}
+    for status, kind in _TYPES.items()
+    if status != 405
 }
+"""For the API's own description."""
 
 _STATUS: tuple[tuple[type[RillError], int], ...] = (
     (RequestError, 400),
@@ -53,24 +57,18 @@ _STATUS: tuple[tuple[type[RillError], int], ...] = (
 """First match wins."""
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer other than success, decided by a route."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
+    status: int
+    message: str
+    param: str | None = field(default=None, kw_only=True)
+    code: str | None = field(default=None, kw_only=True)
+    retry_after_s: int | None = field(default=None, kw_only=True)
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -81,6 +79,10 @@ def to_api_error(error: Exception) -> ApiError:
     """What a client sees of an exception from below."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestValidationError):
+        return _describe_validation(error)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
     for kind, status in _STATUS:
         if isinstance(error, kind):
             return ApiError(status, str(error), code="unsupported" if kind is UnsupportedError else None)
@@ -112,32 +114,16 @@ def error_response(error: ApiError) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    async def on_api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return error_response(error)
-
-    async def on_rill_error(request: Request, error: Exception) -> Response:
-        return error_response(to_api_error(error))
-
-    async def on_validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return error_response(_describe_validation(error))
-
-    async def on_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        response = error_response(ApiError(error.status_code, str(error.detail)))
-        response.headers.update(error.headers or {})
+    async def answer(request: Request, error: Exception) -> Response:
+        response = error_response(to_api_error(error))
+        if isinstance(error, HTTPException):
+            response.headers.update(error.headers or {})
+        if response.status_code == 500:
+            log.error("unhandled error in %s %s", request.method, request.url.path, exc_info=error)
         return response
 
-    async def on_bug(request: Request, error: Exception) -> Response:
-        log.error("unhandled error in %s %s", request.method, request.url.path, exc_info=error)
-        return error_response(to_api_error(error))
-
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(RillError, on_rill_error)
-    app.add_exception_handler(RequestValidationError, on_validation)
-    app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(Exception, on_bug)
+    for kind in (ApiError, RillError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 def _describe_validation(error: RequestValidationError) -> ApiError:

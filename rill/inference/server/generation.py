@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -58,78 +58,55 @@ class Generation:
     """Runs requests on the engine for the event loop that it was made on."""
 
     def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float, stream_interval_s: float) -> None:
+        self.metrics = metrics
+        self.timeout_s = timeout_s or None
+        self.hub = Hub(asyncio.get_running_loop(), stream_interval_s)
+        self.under_way: dict[tuple[str, str], list[Samples]] = {}
+        """By the caller, and what it calls the request: a client may use a name twice."""
         self._engine = engine
-        self._metrics = metrics
-        self._timeout_s = timeout_s or None
-        self._hub = Hub(asyncio.get_running_loop(), stream_interval_s)
-        self._named: dict[tuple[str, str], list[str]] = {}
         # A thread of its own: an engine may be busy for as long as an update takes, and what else runs in threads
         # (health checks among it) must not wait behind those whom a client has left.
         self._aborts = ThreadPoolExecutor(1, thread_name_prefix="server-abort")
 
-    async def run(self, requests: Sequence[Request], http: HttpRequest) -> list[Completion]:
-        """All completions, in the order of the requests."""
-        started = time.perf_counter()
-        futures = self._engine.submit(requests)
-        whole = _WholeAnswer(len(futures))
-        for future in futures:
-            future.add_done_callback(lambda done: self._hub.push_end(whole, done))
-        deadline = self._hub.call_later(self._timeout_s, lambda: whole.give_up(_gave_up(self._timeout_s)))
+    @contextmanager
+    def submit(
+        self, requests: Sequence[Request], name: tuple[str, str], *, is_streamed: bool
+    ) -> Iterator[Samples]:
+        """Their samples, to be waited for. What has not ended with the block is aborted."""
+        if is_streamed:  # told more often than it is sent, the tokens would only wait here
+            requests = [replace(request, delta_interval_s=self.hub.interval_s) for request in requests]
+        samples = Samples(self, requests)
+        if is_streamed:
+            self.hub.streams.update(dict.fromkeys(samples.request_ids, samples))
+        self.under_way.setdefault(name, []).append(samples)
+        is_taken = False
         try:
-            with _watched(http, lambda: whole.give_up(_went_away())):
-                await whole.wait()
-            completions = [future.result() for future in futures]
-        except BaseException:
-            self._give_up(requests)
-            raise
+            futures = self._engine.submit(requests, self.hub.push if is_streamed else None)
+            is_taken = True
+            for future in futures:
+                future.add_done_callback(lambda done: self.hub.push_end(samples, done))
+            yield samples
         finally:
-            if deadline is not None:
-                deadline.cancel()
-        self._observe(requests, completions, time.perf_counter() - started)
-        return completions
-
-    async def open(self, requests: Sequence[Request], http: HttpRequest) -> SampleStream:
-        """Submit now, iterate later. Returns with the first token: what goes wrong before that is an HTTP status, which
-        clients know how to retry, and not an event of a stream that began well."""
-        stream = SampleStream(self, requests)
-        self._hub.register(stream)
-        # Told more often than it is sent, the tokens would only wait here.
-        interval_s = self._hub.interval_s
-        requests = [replace(request, delta_interval_s=interval_s) for request in requests]
-        try:
-            futures = self._engine.submit(requests, self._hub.push)
-        except BaseException:
-            stream.close(is_under_way=False)
-            raise
-        for future in futures:
-            future.add_done_callback(stream.on_done)
-        try:
-            with _watched(http, lambda: stream.give_up(_went_away())):
-                await stream.begun()
-        except BaseException:
-            stream.close()
-            raise
-        return stream
-
-    def name_requests(self, name: tuple[str, str], request_ids: Sequence[str]) -> Ticket:
-        """`name`: the caller, and what it calls the request. Until the ticket is closed, abort(name) finds them."""
-        self._named.setdefault(name, []).extend(request_ids)
-        return Ticket(self._named, name, request_ids)
+            samples.close()
+            for request_id in samples.request_ids:
+                self.hub.streams.pop(request_id, None)
+            self.under_way[name].remove(samples)
+            if not self.under_way[name]:
+                del self.under_way[name]
+            if is_taken and samples.num_left:
+                self.metrics.num_aborted += len(requests)
+                self._aborts.submit(self._abort_quietly, samples.request_ids)
 
     async def abort(self, names: Sequence[tuple[str, str]]) -> int:
         """End what runs under these names; how many requests that were. They are answered with what they have."""
-        ids = [request_id for name in names for request_id in self._named.get(name, ())]
+        ids = [i for name in names for samples in self.under_way.get(name, ()) for i in samples.request_ids]
         if ids:
-            self._metrics.num_aborted += len(ids)
+            self.metrics.num_aborted += len(ids)
             await asyncio.get_running_loop().run_in_executor(self._aborts, self._engine.abort, ids)
         return len(ids)
 
     def close(self) -> None:
         self._aborts.shutdown(wait=False)
-
-    def _give_up(self, requests: Sequence[Request]) -> None:
-        self._metrics.num_aborted += len(requests)
-        self._aborts.submit(self._abort_quietly, [r.id for r in requests])
 
     def _abort_quietly(self, request_ids: list[str]) -> None:
         try:
@@ -137,91 +114,51 @@ class Generation:
         except RillError as error:  # nobody waits for it; the engine's state is /health's to tell
             log.warning("%d requests whose client left were not aborted: %s", len(request_ids), error)
 
-    def _observe(self, requests: Sequence[Request], done: Sequence[Completion], seconds: float) -> None:
-        self._metrics.latency_s.observe(seconds)
-        self._metrics.num_prompt_tokens += sum(len(r.token_ids) for r in requests)
-        for completion in done:
-            self._metrics.count_completion(len(completion.token_ids))
 
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """The names of requests that are under way."""
-
-    named: dict[tuple[str, str], list[str]]
-    name: tuple[str, str]
-    request_ids: Sequence[str]
-
-    def close(self) -> None:
-        left = [i for i in self.named.pop(self.name, ()) if i not in self.request_ids]
-        if left:  # a client may use a name twice
-            self.named[self.name] = left
-
-
-class _WholeAnswer:
-    """Waits for all samples of one HTTP request, or for the first that fails."""
-
-    def __init__(self, num_samples: int) -> None:
-        self._num_left = num_samples
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def wait(self) -> None:
-        await self._over
-
-    def deliver(self, news: Sequence[News]) -> None:
-        self._num_left -= len(news)
-        for item in news:
-            if not isinstance(item, Delta) and (error := item.exception()) is not None:
-                self.give_up(error)
-        if self._num_left == 0 and not self._over.done():
-            self._over.set_result(None)
-
-    def give_up(self, error: BaseException) -> None:
-        if not self._over.done():
-            self._over.set_exception(error)
-
-
-class SampleStream:
-    """The samples of one HTTP request as they grow. Iterates over batches of pieces; close() aborts the rest."""
+class Samples:
+    """What one HTTP request asked the engine for, as it grows. Waited for as a whole (`completions`), or iterated over
+    in batches of pieces once it has `begun`: what goes wrong before that is an HTTP status, which clients know how to
+    retry, and not an event of a stream that began well."""
 
     def __init__(self, owner: Generation, requests: Sequence[Request]) -> None:
+        self.request_ids = [r.id for r in requests]
+        self.has_token = False
         self._owner = owner
         self._requests = requests
         self._index = {r.id: i for i, r in enumerate(requests)}
         self._received = [0] * len(requests)
-        self._completions: list[Completion] = []
+        self._completions: dict[int, Completion] = {}
         self._news: list[News] = []
         self._wake = asyncio.Event()
         self._opened_at = time.perf_counter()
-        self._is_closed = False
         self._error: ApiError | None = None
-        # One timer for the whole stream: a timeout around every wait would cost a task each.
-        self._deadline = owner._hub.call_later(
-            owner._timeout_s, lambda: self.give_up(_gave_up(owner._timeout_s))
-        )
-        self.has_token = False
-        """Whether a token has come; set on the engine's thread."""
+        # One timer for all of it: a timeout around every wait would cost a task each.
+        loop, limit = asyncio.get_running_loop(), owner.timeout_s
+        self._deadline = None if limit is None else loop.call_later(limit, self._give_up, _too_late(limit))
 
     @property
-    def request_ids(self) -> list[str]:
-        return [r.id for r in self._requests]
-
-    def on_done(self, future: Future[Completion]) -> None:
-        """Called on the engine's thread. The order with the last delta does not matter."""
-        self._owner._hub.push_end(self, future)
+    def num_left(self) -> int:
+        return len(self._requests) - len(self._completions)
 
     def deliver(self, news: Sequence[News]) -> None:
         self._news.extend(news)
         self._wake.set()
 
-    def give_up(self, error: ApiError) -> None:
-        """Whoever waits for the stream gets this error."""
-        self._error = error
-        self._wake.set()
+    async def completions(self, http: HttpRequest) -> list[Completion]:
+        """All of them, in the order of the requests."""
+        with self._watched(http):
+            while self.num_left:
+                for item in await self._next_news():
+                    if not isinstance(item, Delta):
+                        completion = item.result()
+                        self._completions[self._index[completion.request_id]] = completion
+        self._observe()
+        return [self._completions[index] for index in range(len(self._requests))]
 
-    async def begun(self) -> None:
+    async def begun(self, http: HttpRequest) -> None:
         """Waits for the first news; raises where they are that a sample failed, or that somebody gave up."""
-        await self._wake.wait()
+        with self._watched(http):
+            await self._wake.wait()
         if self._error is not None:
             raise self._error
         for item in self._news:
@@ -230,33 +167,30 @@ class SampleStream:
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         is_first = True
-        while len(self._completions) < len(self._requests):
-            await self._wake.wait()
-            self._wake.clear()
-            if self._error is not None:
-                raise self._error
-            news, self._news = self._news, []
+        while self.num_left:
+            news = await self._next_news()
             ends = [item for item in news if not isinstance(item, Delta)]
             pieces = self._pieces([item for item in news if isinstance(item, Delta)], ends)
             if pieces and is_first:
                 is_first = False
-                self._owner._metrics.first_token_s.observe(time.perf_counter() - self._opened_at)
+                self._owner.metrics.first_token_s.observe(time.perf_counter() - self._opened_at)
             if pieces:
                 yield pieces
             for end in ends:
                 end.result()  # a sample that failed ends the stream, after what came before it
-        self._owner._observe(self._requests, self._completions, time.perf_counter() - self._opened_at)
+        self._observe()
 
-    def close(self, *, is_under_way: bool = True) -> None:
-        """`is_under_way`: the engine has the requests, and what has not ended must be aborted."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+    def close(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._owner._hub.unregister(self)
-        if is_under_way and len(self._completions) < len(self._requests):
-            self._owner._give_up(self._requests)
+
+    async def _next_news(self) -> list[News]:
+        await self._wake.wait()
+        self._wake.clear()
+        if self._error is not None:
+            raise self._error
+        news, self._news = self._news, []
+        return news
 
     def _pieces(self, deltas: Sequence[Delta], ends: Sequence[Future[Completion]]) -> list[Piece]:
         """One piece for each sample, however many tokens it gained: what waits behind a busy loop travels together."""
@@ -264,46 +198,48 @@ class SampleStream:
         ended = {completion.request_id for completion in done}
         new = [d for d in deltas if d.request_id not in ended]
         packed = PackedDeltas.pack(new) if len(new) > 1 else None
-        grown = new if packed is None else packed.unpack()
-        pieces = [self._grown(delta) for delta in grown if len(delta.token_ids)]
-        return [piece for piece in pieces if piece is not None] + [self._ended(c) for c in done]
+        pieces = []
+        for delta in new if packed is None else packed.unpack():
+            index = self._index[delta.request_id]
+            if len(delta.token_ids) and index not in self._completions:  # else overtaken by its completion
+                self._received[index] += len(delta.token_ids)
+                pieces.append(Piece.of(index, delta))
+        for completion in done:
+            index = self._index[completion.request_id]
+            self._completions[index] = completion
+            pieces.append(Piece.of(index, completion, self._received[index]))
+        return pieces
 
-    def _grown(self, delta: Delta) -> Piece | None:
-        index = self._index[delta.request_id]
-        if self._received[index] < 0:
-            return None  # overtaken by its completion, which held these tokens
-        self._received[index] += len(delta.token_ids)
-        return Piece.of(index, delta)
+    def _give_up(self, error: ApiError) -> None:
+        """Whoever waits gets this error."""
+        self._error = error
+        self._wake.set()
 
-    def _ended(self, completion: Completion) -> Piece:
-        index = self._index[completion.request_id]
-        first, self._received[index] = self._received[index], -1
-        self._completions.append(completion)
-        return Piece.of(index, completion, first)
+    @contextmanager
+    def _watched(self, http: HttpRequest) -> Iterator[None]:
+        """Gives up when the client leaves while the block runs."""
 
+        async def watch() -> None:
+            # The body has been read, so the next message can be nothing else.
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+            self._give_up(ApiError(499, "the client went away"))
 
-@contextmanager
-def _watched(http: HttpRequest, on_gone: Callable[[], None]) -> Iterator[None]:
-    """`on_gone` is called when the client leaves while the block runs."""
+        watcher = asyncio.ensure_future(watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
 
-    async def watch() -> None:
-        # The body has been read, so the next message can be nothing else.
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-        on_gone()
-
-    watcher = asyncio.ensure_future(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
+    def _observe(self) -> None:
+        metrics = self._owner.metrics
+        metrics.latency_s.observe(time.perf_counter() - self._opened_at)
+        metrics.num_prompt_tokens += sum(len(r.token_ids) for r in self._requests)
+        for completion in self._completions.values():
+            metrics.count_completion(len(completion.token_ids))
 
 
-def _went_away() -> ApiError:
-    return ApiError(499, "the client went away")
-
-
-def _gave_up(timeout_s: float | None) -> ApiError:
+def _too_late(timeout_s: float) -> ApiError:
     return ApiError(408, f"the request took longer than {timeout_s} s and was given up", code="timeout")
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -32,17 +32,12 @@ _NUM_PER_TURN = 2
 
 
 class Listener(Protocol):
-    """Waits for the news of one HTTP request. Called on the event loop."""
-
-    def deliver(self, news: Sequence[News]) -> None: ...
-
-
-class StreamListener(Listener, Protocol):
-    @property
-    def request_ids(self) -> Sequence[str]: ...
+    """Waits for the news of one HTTP request, on the event loop."""
 
     has_token: bool
     """Whether a token has come; set on the engine's thread."""
+
+    def deliver(self, news: Sequence[News]) -> None: ...
 
 
 class Hub:
@@ -59,7 +54,8 @@ class Hub:
         self._is_urgent = False
         self._flushed_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._streams: dict[str, StreamListener] = {}
+        self.streams: dict[str, Listener] = {}
+        """Who hears of a request's tokens, by the request's id."""
         self._ends: deque[tuple[Listener, list[News]]] = deque()
         self._tokens: deque[tuple[Listener, list[News]]] = deque()
         self._is_turning = False
@@ -67,29 +63,18 @@ class Hub:
     @property
     def interval_s(self) -> float:
         """Many streams: larger events, not more of the processor than the engine can spare."""
-        return max(self._least_interval_s, len(self._streams) * _STREAM_SHARE_S)
-
-    def call_later(self, wait_s: float | None, act: Callable[[], None]) -> asyncio.TimerHandle | None:
-        return None if wait_s is None else self._loop.call_later(wait_s, act)
-
-    def register(self, stream: StreamListener) -> None:
-        for request_id in stream.request_ids:
-            self._streams[request_id] = stream
-
-    def unregister(self, stream: StreamListener) -> None:
-        for request_id in stream.request_ids:
-            self._streams.pop(request_id, None)
+        return max(self._least_interval_s, len(self.streams) * _STREAM_SHARE_S)
 
     def push(self, delta: Delta) -> None:
         """Engine thread: tokens of a request."""
-        stream = self._streams.get(delta.request_id)
+        stream = self.streams.get(delta.request_id)
         if stream is None:
             return  # nobody reads it any more
         is_first, stream.has_token = not stream.has_token, True
         self._push(stream, delta, is_urgent=is_first or self._least_interval_s == 0)
 
     def push_end(self, listener: Listener, future: Future[Completion]) -> None:
-        """Engine thread: a request has ended."""
+        """Engine thread: a request has ended. The order with its last delta does not matter."""
         self._push(listener, future, is_urgent=True)
 
     def _push(self, listener: Listener, item: News, *, is_urgent: bool) -> None:

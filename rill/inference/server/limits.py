@@ -96,13 +96,6 @@ class Admission:
     @contextmanager
     def admit(self, caller: str) -> Iterator[None]:
         """Holds a place for one generation request while the block runs."""
-        self.enter(caller)
-        try:
-            yield
-        finally:
-            self.leave()
-
-    def enter(self, caller: str) -> None:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after_s=5)
         if self._max_concurrent and self.num_in_flight >= self._max_concurrent:
@@ -115,11 +108,12 @@ class Admission:
         self._rate.take(caller)
         self.num_in_flight += 1
         self._idle.clear()
-
-    def leave(self) -> None:
-        self.num_in_flight -= 1
-        if self.num_in_flight == 0:
-            self._idle.set()
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            if self.num_in_flight == 0:
+                self._idle.set()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in flight. False when the deadline passed first."""

@@ -6,6 +6,8 @@ import bisect
 from collections import Counter
 from collections.abc import Iterator
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from rill.inference.base import EngineStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -49,9 +51,6 @@ class Metrics:
         )
         self.completion_tokens = Histogram("rill_completion_tokens", "New tokens of a completion.", _TOKENS)
 
-    def count_response(self, route: str, status: int) -> None:
-        self.responses[route, status] += 1
-
     def count_completion(self, num_completion_tokens: int) -> None:
         self.num_completion_tokens += num_completion_tokens
         self.completion_tokens.observe(num_completion_tokens)
@@ -75,6 +74,22 @@ class Metrics:
             lines.extend(histogram.lines())
         lines.extend(_engine_lines(stats))
         return "\n".join(lines) + "\n"
+
+
+class CountResponses:
+    """Counts answers by route and status. Routes, not paths: a client must not be able to make new time series."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self._responses = app, metrics.responses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                self._responses["unknown" if route is None else route.path, message["status"]] += 1
+            await send(message)
+
+        await self.app(scope, receive, counted if scope["type"] == "http" else send)
 
 
 _NOW = ("num_running", "num_waiting", "num_kv_blocks", "num_free_kv_blocks")

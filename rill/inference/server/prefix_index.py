@@ -19,12 +19,12 @@ class PrefixIndex:
 
     def __init__(self, capacity: int = 200_000) -> None:
         self._capacity = capacity
-        self._seen_by: OrderedDict[int, set[int]] = OrderedDict()
+        self._seen_by: OrderedDict[int, set[str]] = OrderedDict()
 
-    def match(self, token_ids: TokenIds, salt: str) -> dict[int, int]:
+    def match(self, token_ids: TokenIds, salt: str) -> dict[str, int]:
         """Replica -> tokens of the prompt that it has probably cached. Replicas with none are absent."""
-        matched: dict[int, int] = {}
-        still: set[int] | None = None
+        matched: dict[str, int] = {}
+        still: set[str] | None = None
         for key, num_tokens in _keys(token_ids, salt):
             seen = self._seen_by.get(key)
             if seen is None:
@@ -36,14 +36,14 @@ class PrefixIndex:
             matched.update(dict.fromkeys(still, num_tokens))
         return matched
 
-    def insert(self, token_ids: TokenIds, salt: str, replica: int) -> None:
+    def insert(self, token_ids: TokenIds, salt: str, replica: str) -> None:
         for key, _ in _keys(token_ids, salt):
             self._seen_by.setdefault(key, set()).add(replica)
             self._seen_by.move_to_end(key)
         while len(self._seen_by) > self._capacity:
             self._seen_by.popitem(last=False)
 
-    def forget(self, replica: int | None = None) -> None:
+    def forget(self, replica: str | None = None) -> None:
         """Everything, or everything about one replica."""
         if replica is None:
             self._seen_by.clear()

@@ -13,26 +13,30 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from rill.config import Config, PartConfig
 from rill.errors import EngineError, ModelError, PeerDiedError, RillError, StuckError, WeightSyncError
-from rill.inference.base import ADAPTER_FILES, Feature, MemoryLevel, NamedTensors, PauseMode
+from rill.inference.base import ADAPTER_FILES, Delta, Feature, MemoryLevel, NamedTensors, PauseMode
 from rill.inference.checkpoint import Checkpoint
-from rill.inference.replica import ReplicaEngine
+from rill.inference.commands import MOVE_TIMEOUT_S
+from rill.inference.replica import ReplicaProcess
+from rill.inference.replica_worker import End
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.placement import Placement
 from rill.runtime.process.scratch import ScratchFolder
 from rill.types import PolicyVersion
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class RouterConfig(Config):
@@ -68,33 +72,20 @@ class Slot:
 
     index: int
     state: SlotState = SlotState.STARTING
-    engine: ReplicaEngine | None = None
-    num_in_flight: int = 0
+    replica: ReplicaProcess | None = None
     num_failed_starts: int = 0
     num_starts: int = 0
 
     @property
-    def running(self) -> ReplicaEngine:
-        """The engine of a slot that is ready."""
-        assert self.engine is not None
-        return self.engine
-
-
-@dataclass(slots=True)
-class _Control:
-    """What a replica that joins later must be told to be like the others."""
-
-    pause: PauseMode | None = None
-    release: MemoryLevel | None = None
-    updates: list[tuple[Checkpoint, PolicyVersion, bool]] = field(default_factory=list)
-    """The last whole update and the partial ones after it."""
-    adapters: dict[str, Path] = field(default_factory=dict)
-    """Adapters by name, each a copy: its source may be gone or changed by then."""
+    def running(self) -> ReplicaProcess:
+        """The process of a slot that is ready."""
+        assert self.replica is not None
+        return self.replica
 
 
 class ReplicaSet:
-    """Base of the router. Returns from construction when all replicas are loaded. `lock` guards the slots' states and
-    counts, and whatever else the router keeps."""
+    """Base of the router. Returns from construction when all replicas are loaded. `lock` guards the slots' states, and
+    whatever else the router keeps."""
 
     def __init__(self, engine: PartConfig, config: RouterConfig) -> None:
         self.config = config
@@ -102,9 +93,14 @@ class ReplicaSet:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self.slots = [Slot(index) for index in range(config.num_replicas)]
-        self._control = _Control()
         self._telling = threading.Lock()
         """Held while all are told something, and while a late joiner is told everything: it misses nothing."""
+        self._pause: PauseMode | None = None
+        self._released: MemoryLevel | None = None
+        self._updates: list[tuple[Checkpoint, PolicyVersion, bool]] = []
+        """The last whole update and the partial ones after it."""
+        self._adapters: dict[str, Path] = {}
+        """By name, each a copy: its source may be gone or changed by the time that a late joiner reads it."""
         self.version = PolicyVersion(0)
         self.features: frozenset[Feature] = frozenset()
         self.max_context = 0
@@ -117,18 +113,21 @@ class ReplicaSet:
         self._caretaker = threading.Thread(target=self._take_care, name="router-caretaker", daemon=True)
         self._caretaker.start()
 
+    def _on_news(self, deltas: list[Delta], ends: list[End]) -> None:
+        """A replica reports."""
+
+    def _on_loss(self, replica: ReplicaProcess, reason: PeerDiedError) -> None:
+        """A replica is gone, and its slot knows."""
+
     def _on_ready(self) -> None:
         """A replica is back."""
-
-    def _on_death(self, index: int) -> None:
-        """A replica is gone."""
 
     def _on_round(self) -> None:
         """After every health check."""
 
     @property
     def adapters(self) -> frozenset[str]:
-        return frozenset(self._control.adapters)
+        return frozenset(self._adapters)
 
     @property
     def is_hopeless(self) -> bool:
@@ -138,7 +137,7 @@ class ReplicaSet:
 
     def ready(self) -> list[Slot]:
         with self.lock:
-            return [s for s in self.slots if s.state is SlotState.READY]
+            return [s for s in self.slots if s.state is SlotState.READY and not s.running.is_dead]
 
     def ready_or_fail(self) -> list[Slot]:
         ready = self.ready()
@@ -146,20 +145,13 @@ class ReplicaSet:
             raise EngineError("no replica is alive")
         return ready
 
-    def find_dead(self) -> None:
-        """Look for replicas whose process has ended; called when a request lost its own."""
-        with self.lock:
-            for slot in self.slots:
-                if slot.state is SlotState.READY and slot.running.is_dead:
-                    self._set_dead(slot)
-
     def close(self) -> None:
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()
-            engines = [s.engine for s in self.slots if s.engine is not None]
-        for engine in engines:
-            engine.close()
+            replicas = [s.replica for s in self.slots if s.replica is not None]
+        for replica in replicas:
+            replica.close()
         self._caretaker.join(10.0)
         self._cluster.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -169,23 +161,23 @@ class ReplicaSet:
 
     def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
         with self._telling:
-            self._control.pause = mode
-            self.on_all(lambda engine: engine.pause(mode, timeout_s))
+            self._pause = mode
+            self.on_all("pause", mode, timeout_s, timeout_s=timeout_s + 5.0)
 
     def resume(self) -> None:
         with self._telling:
-            self._control.pause = None
-            self.on_all(lambda engine: engine.resume())
+            self._pause = None
+            self.on_all("resume")
 
     def release(self, level: MemoryLevel) -> None:
         with self._telling:
-            self.on_all(lambda engine: engine.release(level))
-            self._control.release = level
+            self.on_all("release", level, timeout_s=MOVE_TIMEOUT_S)
+            self._released = level
 
     def restore(self) -> None:
         with self._telling:
-            self._control.release = None
-            self.on_all(lambda engine: engine.restore())
+            self._released = None
+            self.on_all("restore", timeout_s=MOVE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         """All replicas read the same files at once. The files stay until the next whole update, for late joiners."""
@@ -195,39 +187,28 @@ class ReplicaSet:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint.write(tensors, self._spill.path / f"{version}.safetensors")
         with self._telling:
-            taken: list[ReplicaEngine] = []
-
-            def take(engine: ReplicaEngine) -> None:
-                engine.update_weights(checkpoint, version, partial=partial)
-                taken.append(engine)
-
             try:
-                self.on_all(take)
+                self.on_all("update_weights", checkpoint, version, partial=partial, timeout_s=MOVE_TIMEOUT_S)
             except RillError as error:
-                if not taken:
+                behind = [slot for slot in self.ready() if slot.running.version != version]
+                if len(behind) == len(self.ready()):
                     self._drop(checkpoint)
                     raise
                 # Some have it: it is the version in service, and the others come to it like any late joiner.
                 log.warning("a replica did not take version %d and is started again: %s", version, error)
-                self._end_all_but(taken)
-            dropped = [] if partial else self._control.updates
-            kept = self._control.updates if partial else []
-            self._control.updates = [*kept, (checkpoint, version, partial)]
+                for slot in behind:
+                    slot.running.kill()
+                    self._set_dead(slot)
+            dropped, kept = ([], self._updates) if partial else (self._updates, [])
+            self._updates = [*kept, (checkpoint, version, partial)]
             self.version = version
         for old, _, _ in dropped:
             self._drop(old)
 
     def rewind(self) -> None:
         with self._telling:
-            self.on_all(lambda engine: engine.rewind())
+            self.on_all("rewind")
             self.version = PolicyVersion(0)
-
-    def _end_all_but(self, engines: list[ReplicaEngine]) -> None:
-        with self.lock:
-            for slot in self.ready():
-                if slot.running not in engines:
-                    slot.running.kill()
-                    self._set_dead(slot)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
         """Remove the files, where they are our own."""
@@ -246,20 +227,20 @@ class ReplicaSet:
             raise ModelError(f"{source} holds no PEFT adapter that can be read: {error}") from error
         with self._telling:
             try:
-                self.on_all(lambda engine: engine.load_adapter(name, copy))
+                self.on_all("load_adapter", name, str(copy), timeout_s=MOVE_TIMEOUT_S)
             except BaseException:
                 shutil.rmtree(copy)
                 raise
             self._forget_adapter(name)
-            self._control.adapters[name] = copy
+            self._adapters[name] = copy
 
     def unload_adapter(self, name: str) -> None:
         with self._telling:
-            self.on_all(lambda engine: engine.unload_adapter(name))
+            self.on_all("unload_adapter", name)
             self._forget_adapter(name)
 
     def _forget_adapter(self, name: str) -> None:
-        if (copy := self._control.adapters.pop(name, None)) is not None:
+        if (copy := self._adapters.pop(name, None)) is not None:
             shutil.rmtree(copy)
 
     # --- care --------------------------------------------------------------------------------------------
@@ -269,27 +250,28 @@ class ReplicaSet:
         errors = [e for f in futures if (e := f.exception(self.config.start_timeout_s + 30.0)) is not None]
         if errors:
             for slot in self.slots:
-                if slot.engine is not None:
-                    slot.engine.kill()
+                if slot.replica is not None:
+                    slot.replica.kill()
             self._cluster.close()
             self._spill.close()
             raise errors[0]
-        engines = [slot.running for slot in self.slots]
-        self.features = frozenset.intersection(*(e.features for e in engines))
-        self.max_context = min(e.max_context for e in engines)
-        self.vocab_size = engines[0].vocab_size
-        self.version = engines[0].version
+        facts = [slot.running.facts for slot in self.slots]
+        self.features = frozenset.intersection(*(f.features for f in facts))
+        self.max_context = min(f.max_context for f in facts)
+        self.vocab_size, self.version = facts[0].vocab_size, facts[0].version
         for slot in self.slots:
             slot.state = SlotState.READY
 
     def _start(self, slot: Slot) -> None:
         slot.num_starts += 1
-        slot.engine = ReplicaEngine(
+        slot.replica = ReplicaProcess(
             self._config_of(slot),
             cluster=self._cluster,
             name=f"replica-{slot.index}-{slot.num_starts}",
             placement=self._placement(slot.index),
             start_timeout_s=self.config.start_timeout_s,
+            on_news=self._on_news,
+            on_death=self._on_death,
         )
 
     def _placement(self, index: int) -> Placement:
@@ -326,20 +308,24 @@ class ReplicaSet:
             self._on_round()
 
     def _check_health(self) -> None:
-        def check(slot: Slot) -> None:
+        def check(slot: Slot) -> bool:
             try:
-                slot.running.stats(self.config.health_timeout_s)
+                slot.running.call("stats", timeout_s=self.config.health_timeout_s)
             except StuckError as error:
                 log.warning("%s: ended, because %s", slot.running.name, error)
                 slot.running.kill()
-                raise PeerDiedError(str(error)) from error
+                return False
+            return True
 
-        for (slot,) in self.each(check, [(s,) for s in self.ready()], PeerDiedError):
-            with self.lock:
+        with self.lock:
+            slots = [s for s in self.slots if s.state is SlotState.READY]
+        alive = self.each(check, slots)
+        for slot in slots:
+            if not alive.get(slot.index):
                 self._set_dead(slot)
 
     def _restart(self, slot: Slot) -> None:
-        before = slot.engine
+        before = slot.replica
         try:
             self._start(slot)
             with self._telling:
@@ -353,8 +339,8 @@ class ReplicaSet:
                 slot.running.close()
                 return
         except (RillError, OSError) as error:
-            if slot.engine is not None and slot.engine is not before:
-                slot.engine.kill()  # loaded, but not like the others: it must not keep a device's memory
+            if slot.replica is not None and slot.replica is not before:
+                slot.replica.kill()  # loaded, but not like the others: it must not keep a device's memory
             if self.is_closed:
                 return
             slot.num_failed_starts += 1
@@ -369,46 +355,44 @@ class ReplicaSet:
 
     def _catch_up(self, slot: Slot) -> None:
         """Make a fresh replica like the others: weights and adapters first, then pause and released memory."""
-        engine = slot.running
-        for checkpoint, version, partial in self._control.updates:
-            engine.update_weights(checkpoint, version, partial=partial)
-        for name, folder in self._control.adapters.items():
-            engine.load_adapter(name, folder)
-        if engine.version != self.version:
-            raise WeightSyncError(f"the replica has version {engine.version}, the others {self.version}")
-        if self._control.pause is not None:
-            engine.pause(self._control.pause)
-        if self._control.release is not None:
-            engine.release(self._control.release)
+        tell = slot.running.call
+        for checkpoint, version, partial in self._updates:
+            tell("update_weights", checkpoint, version, partial=partial, timeout_s=MOVE_TIMEOUT_S)
+        for name, folder in self._adapters.items():
+            tell("load_adapter", name, str(folder), timeout_s=MOVE_TIMEOUT_S)
+        if slot.running.version != self.version:
+            message = f"the replica has version {slot.running.version}, the others {self.version}"
+            raise WeightSyncError(message)
+        if self._pause is not None:
+            tell("pause", self._pause)
+        if self._released is not None:
+            tell("release", self._released, timeout_s=MOVE_TIMEOUT_S)
+
+    def _on_death(self, replica: ReplicaProcess, reason: PeerDiedError) -> None:
+        with self.lock:
+            for slot in self.slots:
+                if slot.replica is replica:
+                    self._set_dead(slot)
+        self._on_loss(replica, reason)
 
     def _set_dead(self, slot: Slot) -> None:
-        if slot.state is SlotState.READY:
-            slot.state = SlotState.DEAD
-            self._on_death(slot.index)
-            self._changed.notify_all()
+        with self._changed:
+            if slot.state is SlotState.READY:
+                slot.state = SlotState.DEAD
+                self._changed.notify_all()
 
     # --- all replicas ------------------------------------------------------------------------------------
 
-    def on_all(self, act: Callable[[ReplicaEngine], None]) -> None:
-        """On every ready replica at once. One that dies meanwhile catches up when it is back."""
-        for (slot,) in self.each(
-            lambda slot: act(slot.running), [(s,) for s in self.ready_or_fail()], PeerDiedError
-        ):
-            with self.lock:
-                self._set_dead(slot)
+    def on_all(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call this of every ready replica at once. One that dies meanwhile catches up when it is back."""
+        self.each(lambda slot: slot.running.call(method, *args, **kwargs), self.ready_or_fail())
 
-    def each(
-        self, act: Callable[..., None], arguments: list[tuple[Any, ...]], *tolerated: type[Exception]
-    ) -> list[tuple[Any, ...]]:
-        """Run in parallel; return the arguments whose run ended in a tolerated error, raise any other."""
-        futures = [self._pool.submit(act, *args) for args in arguments]
-        failed, errors = [], []
-        for args, future in zip(arguments, futures, strict=True):
-            error = future.exception()
-            if isinstance(error, tolerated):
-                failed.append(args)
-            elif error is not None:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return failed
+    def each(self, act: Callable[[Slot], T], slots: Sequence[Slot]) -> dict[int, T]:
+        """At once; what each gave, by its index. One that died has given nothing; any other error is raised when all
+        have ended."""
+        futures = {slot.index: self._pool.submit(act, slot) for slot in slots}
+        errors = {index: future.exception() for index, future in futures.items()}
+        for error in errors.values():
+            if error is not None and not isinstance(error, PeerDiedError):
+                raise error
+        return {index: future.result() for index, future in futures.items() if errors[index] is None}

@@ -16,17 +16,23 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 from rill.config import PartConfig
 from rill.errors import EngineError, PeerDiedError, StuckError
 from rill.inference.base import Completion, Delta, EngineStats, Feature, NamedTensors, Request
 from rill.inference.flight import Flight
-from rill.inference.replica import ReplicaEngine
+from rill.inference.replica import ReplicaProcess
+from rill.inference.replica_worker import End
 from rill.inference.requests import Generates, check_ids, check_request
 from rill.inference.server.prefix_index import PrefixIndex
 from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
 from rill.inference.tally import total
 from rill.types import Floats, PolicyVersion, TokenIds
+
+RECORD_WAIT_S = 0.1
+"""How long tokens that nobody streams may wait: at most this much work is lost with the process."""
 
 
 class Router(Generates, ReplicaSet):
@@ -70,42 +76,40 @@ class Router(Generates, ReplicaSet):
         *,
         adapter: str | None = None,
     ) -> list[Floats]:
-        return self._spread(
-            sequences, lambda engine, part: engine.score(part, temperature, timeout_s, adapter=adapter)
-        )
+        options = {} if adapter is None else {"adapter": adapter}
+        return self._spread("score", sequences, temperature, timeout_s, timeout_s=timeout_s, **options)
 
     def embed(self, sequences: Sequence[TokenIds], timeout_s: float = 600.0) -> list[Floats]:
-        return self._spread(sequences, lambda engine, part: engine.embed(part, timeout_s))
+        return self._spread("embed", sequences, timeout_s, timeout_s=timeout_s)
 
-    def _spread(
-        self, sequences: Sequence[TokenIds], read: Callable[[ReplicaEngine, list[TokenIds]], list[Floats]]
-    ) -> list[Floats]:
+    def _spread(self, method: str, sequences: Sequence[TokenIds], *args: Any, **kwargs: Any) -> list[Floats]:
         """Split over the replicas. Reading has no state, so a part whose replica dies is done again."""
         slots = self.ready_or_fail()
-        parts = [list(range(i, len(sequences), len(slots))) for i in range(len(slots))]
-        scores: dict[int, Floats] = {}
+        parts = {slot.index: sequences[i :: len(slots)] for i, slot in enumerate(slots)}
 
-        def run(slot: Slot, part: list[int]) -> None:
-            values = read(slot.running, [sequences[i] for i in part])
-            scores.update(zip(part, values, strict=True))
+        def read(slot: Slot, part: Sequence[TokenIds]) -> Any:
+            return slot.running.call(method, list(part), *args, **kwargs) if part else []
 
-        failed = self.each(run, [(s, p) for s, p in zip(slots, parts, strict=True) if p], PeerDiedError)
-        for _, part in failed:
-            run(self.ready_or_fail()[0], part)
-        return [scores[i] for i in range(len(sequences))]
+        done = self.each(lambda slot: read(slot, parts[slot.index]), slots)
+        found: list[Any] = [None] * len(sequences)
+        for i, slot in enumerate(slots):
+            values = done.get(slot.index)
+            if values is None:
+                values = read(self.ready_or_fail()[0], parts[slot.index])
+            found[i :: len(slots)] = values
+        return found
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self.lock:
             wanted = set(self._flights if request_ids is None else request_ids)
             parked = [f for f in self._waiting if f.request.id in wanted]
             self._waiting = [f for f in self._waiting if f not in parked]
-            slots = self.ready()
             for request_id in wanted & self._flights.keys():
                 self._flights[request_id].is_aborted = True
         for flight in parked:
             self._end(flight, flight.aborted())
         ids = None if request_ids is None else sorted(wanted)
-        self.each(lambda slot: slot.running.abort(ids), [(s,) for s in slots], PeerDiedError)
+        self.each(lambda slot: slot.running.abort(ids), self.ready())
 
     # --- control -----------------------------------------------------------------------------------------
 
@@ -117,17 +121,18 @@ class Router(Generates, ReplicaSet):
     def flush(self) -> None:
         with self.lock:
             self._prefixes.forget()
-        self.on_all(lambda engine: engine.flush())
+        self.on_all("flush")
 
     def stats(self) -> EngineStats:
         """Sums over the replicas that answer; `extra` says how many are ready and how often a request moved."""
-        found: list[EngineStats] = []
 
-        def ask(slot: Slot) -> None:
-            found.append(slot.running.stats(self.config.health_timeout_s))
+        def ask(slot: Slot) -> list[EngineStats]:
+            with suppress(StuckError):
+                return [slot.running.call("stats", timeout_s=self.config.health_timeout_s)]
+            return []
 
         slots = self.ready()
-        self.each(ask, [(s,) for s in slots], PeerDiedError, StuckError)
+        found = [stats for answer in self.each(ask, slots).values() for stats in answer]
         with self.lock:
             extra = {"replicas": float(len(slots)), "retried": float(self._num_retried)}
             extra["waiting_for_replica"] = float(len(self._waiting))
@@ -144,100 +149,74 @@ class Router(Generates, ReplicaSet):
 
     def _dispatch(self, flights: Sequence[Flight]) -> None:
         """Choose for each, then send together what goes together: a group reaches its replica in one instant."""
-        batches: dict[tuple[int, bool], list[Flight]] = {}
+        batches: dict[ReplicaProcess, list[Flight]] = {}
         with self.lock:
             for flight in flights:
-                slot = self._choose(flight)
-                if slot is None:
+                replica = self._choose(flight.next_request())
+                if replica is None:
                     flight.parked_at = time.monotonic()
                     self._waiting.append(flight)
                     continue
-                flight.slot_index = slot.index
-                slot.num_in_flight += 1
-                batches.setdefault((slot.index, flight.on_delta is not None), []).append(flight)
-        for (index, is_streamed), batch in batches.items():
-            self._send(self.slots[index], batch, is_streamed)
+                flight.replica = replica
+                replica.num_in_flight += 1
+                batches.setdefault(replica, []).append(flight)
+        for replica, batch in batches.items():
+            with suppress(PeerDiedError):  # then all that it had is sent elsewhere, or ends as aborted
+                replica.submit([_recorded(flight) for flight in batch])
+                if late := [flight.request.id for flight in batch if flight.is_aborted]:
+                    # They were between two replicas when the others were told.
+                    replica.abort(late, waits=False)
 
-    def _choose(self, flight: Flight) -> Slot | None:
+    def _choose(self, request: Request) -> ReplicaProcess | None:
         """The replica with most of the prompt in its cache, unless it is much busier than the idlest."""
-        ready = self.ready()
+        ready = [slot.running for slot in self.ready()]
         if not ready:
             return None
-        request = flight.next_request()
-        idlest = min(ready, key=lambda s: s.num_in_flight)
-        chosen = idlest
+        chosen = idlest = min(ready, key=lambda r: r.num_in_flight)
         if len(ready) > 1:
             salt = f"{request.adapter or ''}\0{request.cache_salt}"  # what an engine's cache tells apart
             matched = self._prefixes.match(request.token_ids, salt)
-            best = max(ready, key=lambda s: (matched.get(s.index, 0), -s.num_in_flight))
-            is_worth = matched.get(best.index, 0) * 2 >= len(request.token_ids)
+            best = max(ready, key=lambda r: (matched.get(r.name, 0), -r.num_in_flight))
+            is_worth = matched.get(best.name, 0) * 2 >= len(request.token_ids)
             if is_worth and best.num_in_flight - idlest.num_in_flight <= self.config.load_gap:
                 chosen = best
-            self._prefixes.insert(request.token_ids, salt, chosen.index)
+            self._prefixes.insert(request.token_ids, salt, chosen.name)
         return chosen
 
-    def _send(self, slot: Slot, flights: list[Flight], is_streamed: bool) -> None:
-        try:
-            futures = slot.running.submit_recorded(
-                [f.next_request() for f in flights], self._on_delta, is_streamed=is_streamed
-            )
-        except PeerDiedError as error:
-            for flight in flights:
-                self._on_loss(flight, error)
-            return
-        for flight, future in zip(flights, futures, strict=True):
-            future.add_done_callback(lambda done, flight=flight: self._on_done(flight, done))  # type: ignore[misc]
-        if late := [flight.request.id for flight in flights if flight.is_aborted]:
-            with suppress(PeerDiedError):  # then it ends as aborted
-                slot.running.abort_soon(late)  # they were between two replicas when the others were told
+    def _on_news(self, deltas: list[Delta], ends: list[End]) -> None:
+        for delta in deltas:
+            if (flight := self._flights.get(delta.request_id)) is not None:
+                flight.record(delta)
+        for end in ends:
+            request_id = end.request_id if isinstance(end, Completion) else end[0]
+            if (flight := self._flights.get(request_id)) is not None:
+                self._end(flight, flight.joined(end) if isinstance(end, Completion) else end[1])
 
-    def _on_delta(self, delta: Delta) -> None:
+    def _on_loss(self, replica: ReplicaProcess, reason: PeerDiedError) -> None:
+        """Its requests go on elsewhere, unless they were over, or often unlucky."""
         with self.lock:
-            flight = self._flights.get(delta.request_id)
-        if flight is not None:
-            flight.record(delta)
-
-    def _on_done(self, flight: Flight, done: Future[Completion]) -> None:
-        error = done.exception()
-        if isinstance(error, PeerDiedError):
-            self._on_loss(flight, error)
-        elif error is not None:
-            self._end(flight, error)
-        else:
-            self._end(flight, flight.joined(done.result()))
-
-    def _on_loss(self, flight: Flight, error: Exception) -> None:
-        """The replica died under this request: go on elsewhere, unless it was over, or often unlucky."""
-        flight.num_losses += 1
-        ended = flight.already_ended()
-        if ended is not None or flight.is_aborted or self.is_closed:
-            self._end(flight, ended or flight.aborted())
-        elif flight.num_losses > self.config.max_retries:
-            self._end(
-                flight, EngineError(f"{flight.num_losses} replicas died under this request; last: {error}")
-            )
-        else:
-            with self.lock:
-                self._leave_slot(flight)
-                self.find_dead()
+            self._prefixes.forget(replica.name)
+            lost = [flight for flight in self._flights.values() if flight.replica is replica]
+        for flight in lost:
+            flight.num_losses += 1
+            ended = flight.already_ended()
+            if ended is not None or flight.is_aborted or self.is_closed:
+                self._end(flight, ended or flight.aborted())
+            elif flight.num_losses > self.config.max_retries:
+                message = f"{flight.num_losses} replicas died under this request; last: {reason}"
+                self._end(flight, EngineError(message))
+            else:
+                flight.restart()
                 self._num_retried += 1
-            flight.restart()
-            self._dispatch([flight])
+                self._dispatch([flight])
 
     def _end(self, flight: Flight, outcome: Completion | BaseException) -> None:
         with self.lock:
             if self._flights.pop(flight.request.id, None) is None:
                 return
-            self._leave_slot(flight)
+            if flight.replica is not None:
+                flight.replica.num_in_flight -= 1
         flight.finish(outcome)
-
-    def _leave_slot(self, flight: Flight) -> None:
-        if flight.slot_index is not None:
-            self.slots[flight.slot_index].num_in_flight -= 1
-            flight.slot_index = None
-
-    def _on_death(self, index: int) -> None:
-        self._prefixes.forget(index)
 
     def _on_ready(self) -> None:
         with self.lock:
@@ -252,3 +231,9 @@ class Router(Generates, ReplicaSet):
             self._waiting = [f for f in self._waiting if f not in late]
         for flight in late:
             self._end(flight, EngineError("no replica is alive to take this request"))
+
+
+def _recorded(flight: Flight) -> Request:
+    """As the replica gets it. What nobody streams is told late and in bulk: enough to continue from."""
+    request = flight.next_request()
+    return request if flight.on_delta is not None else replace(request, delta_interval_s=RECORD_WAIT_S)

@@ -16,17 +16,10 @@ from fastapi.responses import PlainTextResponse
 from rill import __version__
 from rill.errors import RillError
 from rill.inference.base import MemoryLevel, PauseMode
-from rill.inference.server.administration import act, admin_state
 from rill.inference.server.answers import json_response
 from rill.inference.server.errors import ApiError
-from rill.inference.server.schemas import (
-    AbortBody,
-    InitBroadcasterBody,
-    PauseBody,
-    SleepBody,
-    UpdateWeightsBody,
-)
-from rill.inference.server.state import ServerState, state_of
+from rill.inference.server.schemas import AbortBody, PauseBody, SleepBody, UpdateWeightsBody
+from rill.inference.server.state import ServerState, admin_state, state_of
 
 if TYPE_CHECKING:
     from rill.inference.server.weights import WeightInbox
@@ -36,14 +29,6 @@ _PROBES = ThreadPoolExecutor(2, thread_name_prefix="server-probe")
 """Probes wait for nothing but the engine."""
 
 routes = APIRouter()
-
-_PAUSE_MODES = {
-    "interrupt": PauseMode.INTERRUPT,
-    "keep": PauseMode.INTERRUPT,
-    "abort": PauseMode.INTERRUPT,
-    "finish": PauseMode.FINISH,
-    "wait": PauseMode.FINISH,
-}
 
 
 @routes.get("/health")
@@ -100,12 +85,15 @@ async def pause(request: Request, body: PauseBody | None = None) -> Response:
     mode = (body or PauseBody()).mode
 
     def work() -> None:
-        state.engine.pause(_PAUSE_MODES[mode], state.config.admin_timeout_s)
+        lets_end = mode in ("finish", "wait")
+        state.engine.pause(
+            PauseMode.FINISH if lets_end else PauseMode.INTERRUPT, state.config.admin_timeout_s
+        )
         if mode == "abort":
             state.engine.abort()
         state.is_paused = True
 
-    await act(state, "pause", work)
+    await state.act("pause", work)
     return json_response({"status": "paused"})
 
 
@@ -119,7 +107,7 @@ async def resume(request: Request) -> Response:
         state.engine.resume()
         state.is_paused = False
 
-    await act(state, "resume", work)
+    await state.act("resume", work)
     return json_response({"status": "resumed"})
 
 
@@ -133,7 +121,7 @@ async def sleep(request: Request, body: SleepBody | None = None) -> Response:
         state.engine.release(level)
         state.is_asleep = True
 
-    await act(state, "sleep", work)
+    await state.act("sleep", work)
     return json_response({"status": "asleep", "level": level.value})
 
 
@@ -146,7 +134,7 @@ async def wake(request: Request) -> Response:
         state.engine.restore()
         state.is_asleep = False
 
-    await act(state, "wake", work)
+    await state.act("wake", work)
     return json_response({"status": "awake"})
 
 
@@ -154,35 +142,15 @@ async def wake(request: Request) -> Response:
 @routes.post("/reset_prefix_cache")
 async def flush_cache(request: Request) -> Response:
     state = admin_state(request)
-    await act(state, "flush_cache", state.engine.flush)
+    await state.act("flush_cache", state.engine.flush)
     return json_response({"status": "flushed"})
-
-
-@routes.post("/init_broadcaster")
-async def init_broadcaster(body: InitBroadcasterBody, request: Request) -> Response:
-    """Where weights will be published. prime-rl's NCCL address gets 404, and its orchestrator goes on without."""
-    state = admin_state(request)
-    transport = body.transport
-    if transport is None:
-        raise ApiError(
-            404,
-            "this server takes no weights over NCCL: give `transport` (disk, shm or http) and `location`, or send"
-            " `weight_dir` to /update_weights (prime-rl: weight_broadcast.type = filesystem)",
-            code="unsupported",
-        )
-
-    def work() -> None:
-        _inbox(state).listen(transport, body.location, body.verify)
-
-    await act(state, "init_broadcaster", work)
-    return json_response({"status": "ok", "transport": transport, "location": body.location})
 
 
 @routes.post("/update_weights")
 async def update_weights(body: UpdateWeightsBody, request: Request) -> Response:
-    """Weights from a manifest, from a folder, or from the place that /init_broadcaster named; see weights.py."""
+    """Weights from a manifest or from a folder; see weights.py."""
     state = admin_state(request)
-    version = await act(state, "update_weights", lambda: _inbox(state).update(body))
+    version = await state.act("update_weights", lambda: _inbox(state).update(body))
     return json_response({"status": "ok", "version": int(version)})
 
 
@@ -190,7 +158,7 @@ async def update_weights(body: UpdateWeightsBody, request: Request) -> Response:
 async def reload_weights(request: Request) -> Response:
     """The weights that the server started with, under a new version."""
     state = admin_state(request)
-    version = await act(state, "reload_weights", lambda: _inbox(state).reload())
+    version = await state.act("reload_weights", lambda: _inbox(state).reload())
     return json_response({"status": "ok", "version": int(version)})
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from rill.data.tool_calls import ParsedCall
 from rill.inference.base import Completion, Feature, Guide
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import OpenAIAnswer, respond
@@ -17,20 +18,15 @@ from rill.inference.server.chat import (
     template_tools,
     wants_tool_calls,
 )
-from rill.inference.server.choices import (
-    chat_logprobs,
-    finish_reason,
-    stop_detail,
-    token_fields,
-)
+from rill.inference.server.choices import chat_logprobs, finish_reason, stop_detail, token_fields
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece
 from rill.inference.server.reasoning import CLOSE, OPEN, ReasoningStream
-from rill.inference.server.sampling import build_requests, num_top_logprobs, refuse_unsupported
+from rill.inference.server.sampling import build_requests, num_top_logprobs
 from rill.inference.server.schemas import ChatBody, ChatTokensBody
 from rill.inference.server.state import ServerState, state_of
 from rill.inference.server.text import TextStream
-from rill.inference.server.tool_calls import CallDelta, ParsedCall, ToolCallStream, forced_call
+from rill.inference.server.tool_calls import CallDelta, ToolCallStream, forced_call
 from rill.types import Picture
 
 routes = APIRouter()
@@ -40,26 +36,22 @@ routes = APIRouter()
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     state = state_of(request)
     caller = state.keys.check_client(request)
-    _refuse(body)
-    messages, files = template_messages(body.messages)
-    prompt, pictures = await state.codec.encode_chat(
-        messages, template_tools(body.tools), template_options(body), files
-    )
-    return await respond(state, caller, _Answer(state, body, prompt, pictures), request)
+    return await respond(state, caller, await chat_answer(state, body), request)
 
 
 @routes.post("/v1/chat/completions/tokens")
 async def create_chat_completion_from_tokens(body: ChatTokensBody, request: Request) -> Response:
     state = state_of(request)
     caller = state.keys.check_client(request)
-    _refuse(body)
-    return await respond(state, caller, _Answer(state, body, body.tokens), request)
+    return await respond(state, caller, ChatAnswer(state, body, body.tokens), request)
 
 
-def _refuse(body: ChatBody) -> None:
-    refuse_unsupported(body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+async def chat_answer(state: ServerState, body: ChatBody) -> ChatAnswer:
+    messages, files = template_messages(body.messages)
+    prompt, pictures = await state.codec.encode_chat(
+        messages, template_tools(body.tools), template_options(body), files
+    )
+    return ChatAnswer(state, body, prompt, pictures)
 
 
 class _Sample:
@@ -68,13 +60,9 @@ class _Sample:
     def __init__(self, state: ServerState, body: ChatBody, has_tools: bool, is_reasoning: bool) -> None:
         syntax = state.tool_syntax
         markers = (*syntax.markers, OPEN, CLOSE) if has_tools else (OPEN, CLOSE)
-        self._text = TextStream(
-            state.codec,
-            stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
-            skip_special_tokens=body.skip_special_tokens,
-            include_stop=body.include_stop_str_in_output,
-            kept_ids=state.codec.special_ids_of(markers) if has_tools or state.has_reasoning else frozenset(),
-        )
+        has_marks = has_tools or state.has_reasoning
+        kept = state.codec.special_ids_of(markers) if has_marks else frozenset()
+        self._text = TextStream(state.codec, body, kept)
         self._reasoning = ReasoningStream(is_open=is_reasoning) if state.has_reasoning else None
         self._tools = (
             ToolCallStream(syntax, body.tools or [], parallel=body.parallel_tool_calls is not False)
@@ -110,7 +98,7 @@ class _Sample:
         return ("", text) if self._reasoning is None else self._reasoning.feed(text, is_last=is_last)
 
 
-class _Answer(OpenAIAnswer):
+class ChatAnswer(OpenAIAnswer):
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
 
@@ -118,6 +106,8 @@ class _Answer(OpenAIAnswer):
         self, state: ServerState, body: ChatBody, prompt: list[int], pictures: tuple[Picture, ...] = ()
     ) -> None:
         super().__init__(state, body, [prompt])
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         self._body, self._prompt, self._pictures = body, prompt, pictures
         self._has_tools = wants_tool_calls(body)
         self._is_reasoning = state.has_reasoning and state.codec.decode(

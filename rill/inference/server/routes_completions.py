@@ -1,34 +1,27 @@
-"""POST /v1/completions: text or token ids in, text (and token ids) out."""
+"""POST /v1/completions: text or token ids in, text (and token ids) out. POST /v1/embeddings, of the same inputs: the
+hidden state of the last token of each, of length 1."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from rill.inference.base import AdapterEngine, Completion, Feature
+from rill.inference.base import AdapterEngine, Completion, EmbeddingEngine, Feature
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import OpenAIAnswer, json_response, respond
-from rill.inference.server.choices import (
-    completion_logprobs,
-    finish_reason,
-    stop_detail,
-    token_fields,
-)
+from rill.inference.server.choices import completion_logprobs, finish_reason, stop_detail, token_fields
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, finite
-from rill.inference.server.sampling import (
-    build_requests,
-    num_top_logprobs,
-    refuse_unsupported,
-    resolve_model,
-)
-from rill.inference.server.schemas import CompletionBody
+from rill.inference.server.sampling import build_requests, num_top_logprobs, resolve_model
+from rill.inference.server.schemas import CompletionBody, EmbeddingsBody, Prompts
 from rill.inference.server.state import ServerState, state_of
 from rill.inference.server.text import TextCodec, TextStream
+from rill.types import Floats
 
 routes = APIRouter()
 
@@ -45,8 +38,37 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     return await respond(state, caller, answer, request)
 
 
+@routes.post("/v1/embeddings")
+async def create_embeddings(body: EmbeddingsBody, request: Request) -> Response:
+    state = state_of(request)
+    caller = state.keys.check_client(request)
+    engine = state.engine
+    if resolve_model(body.model, engine, state.config) is not None:
+        raise bad_request("embeddings come from the base model only", "model", "unsupported")
+    if Feature.EMBED not in engine.features or not isinstance(engine, EmbeddingEngine):
+        raise bad_request("this engine makes no embeddings", "model", "unsupported")
+    if body.dimensions is not None:
+        raise bad_request("embeddings have the model's own width", "dimensions", "unsupported")
+    prompts = await encode_prompts(
+        state.codec, body.input, param="input", add_special_tokens=body.add_special_tokens
+    )
+    if len(prompts) > state.config.max_samples:
+        raise bad_request(f"{len(prompts)} texts are more than {state.config.max_samples}", "input")
+    sequences = [np.asarray(ids, dtype=np.int32) for ids in prompts]
+    timeout_s = state.config.request_timeout_s or 3600.0
+    with state.admission.admit(caller):
+        found = await asyncio.to_thread(engine.embed, sequences, timeout_s)
+    count = sum(map(len, prompts))
+    data = [
+        {"object": "embedding", "index": index, "embedding": _written(values, body.encoding_format)}
+        for index, values in enumerate(found)
+    ]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    model = body.model or state.config.model_name
+    return json_response({"object": "list", "model": model, "data": data, "usage": usage})
+
+
 def _refuse(body: CompletionBody) -> None:
-    refuse_unsupported(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of other than n is not supported", "best_of", "unsupported")
     if body.suffix:
@@ -59,7 +81,7 @@ def _refuse(body: CompletionBody) -> None:
 
 async def encode_prompts(
     codec: TextCodec,
-    given: str | list[str] | list[int] | list[list[int]],
+    given: Prompts,
     *,
     param: str,
     add_special_tokens: bool = True,
@@ -67,16 +89,10 @@ async def encode_prompts(
     """One or several texts, or lists of token ids."""
     if not given:
         raise bad_request(f"the {param} is empty", param)
-    several: Sequence[str | list[int]]
-    if isinstance(given, str):
-        several = [given]
-    elif isinstance(given[0], int):
-        several = [[token for token in given if isinstance(token, int)]]
-    else:
-        several = [each for each in given if not isinstance(each, int)]
-    encoded = [
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    encoded: list[list[int]] = [
         await codec.encode(each, add_special_tokens=add_special_tokens) if isinstance(each, str) else each
-        for each in several
+        for each in cast(Sequence[str | list[int]], [given] if is_one else given)
     ]
     if not all(encoded):
         raise bad_request(f"a text of {param} has no tokens", param)
@@ -134,7 +150,9 @@ class _Answer(OpenAIAnswer):
         return self.envelope([choice], is_chunk=True)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        stream = self._texts.get(piece.index) or self._texts.setdefault(piece.index, self._text_stream())
+        stream = self._texts.get(piece.index) or self._texts.setdefault(
+            piece.index, TextStream(self.state.codec, self._body)
+        )
         offset = len(stream.text)
         text = stream.feed(piece.token_ids.tolist(), is_last=piece.completion is not None)
         completion = piece.completion
@@ -184,15 +202,6 @@ class _Answer(OpenAIAnswer):
             )
         return await score(self.state, self.prompts, self._body.model)
 
-    def _text_stream(self) -> TextStream:
-        stop = self._body.stop
-        return TextStream(
-            self.state.codec,
-            stop=[stop] if isinstance(stop, str) else stop or [],
-            skip_special_tokens=self._body.skip_special_tokens,
-            include_stop=self._body.include_stop_str_in_output,
-        )
-
 
 async def score(state: ServerState, prompts: Sequence[Sequence[int]], model: str | None) -> list[Any]:
     """The engine's score, by the model or the adapter of that name, off the event loop."""
@@ -204,3 +213,8 @@ async def score(state: ServerState, prompts: Sequence[Sequence[int]], model: str
     engine = state.engine
     assert isinstance(engine, AdapterEngine)
     return await asyncio.to_thread(engine.score, sequences, 1.0, timeout_s, adapter=adapter)
+
+
+def _written(values: Floats, form: str) -> Any:
+    unit = (values / max(float(np.linalg.norm(values)), 1e-12)).astype("<f4")
+    return base64.b64encode(unit.tobytes()).decode() if form == "base64" else unit.tolist()

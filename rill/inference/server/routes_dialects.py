@@ -1,26 +1,31 @@
 """POST /v1/responses and POST /v1/messages: OpenAI's Responses and Anthropic's messages, as chat completions.
 
-A request is translated (rill.data.dialects), answered by the chat route, and its answer or stream is translated back,
-so that all three APIs sample, stop and count alike. Nothing is stored: a conversation comes whole with every request.
+A request is translated (rill.data.dialects), answered as the chat route would, and its answer or stream is translated
+back, so that all three APIs sample, stop and count alike. Nothing is stored: a conversation comes whole with every
+request.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
-from rill.data.dialects import ANTHROPIC, RESPONSES, Answer, AnswerStream, Dialect
+from rill.data.dialects import ANTHROPIC, RESPONSES, Answer, Dialect
 from rill.data.dialects.base import function_call
 from rill.errors import RillError
-from rill.inference.server.answers import json_response
+from rill.inference.base import Completion
+from rill.inference.base import Request as EngineRequest
+from rill.inference.server.answers import json_response, respond
 from rill.inference.server.errors import ApiError, bad_request, error_body, to_api_error
-from rill.inference.server.routes_chat import create_chat_completion
+from rill.inference.server.generation import Samples
+from rill.inference.server.routes_chat import ChatAnswer, chat_answer
 from rill.inference.server.schemas import ChatBody
+from rill.inference.server.state import state_of
 
 routes = APIRouter()
 
@@ -36,17 +41,15 @@ async def create_message(request: Request) -> Response:
 
 
 async def _answer(dialect: Dialect, request: Request) -> Response:
+    state = state_of(request)
     try:
         body = await _read(dialect, request)
-        answered = await create_chat_completion(body, request)
+        caller = state.keys.check_client(request)
+        return await respond(state, caller, _Translated(dialect, await chat_answer(state, body)), request)
     except (ApiError, RillError) as error:
         raised = to_api_error(error)
         told = error_body(raised)["error"]
         return json_response(dialect.error(told["message"], told["type"]), raised.status)
-    if isinstance(answered, StreamingResponse):
-        answered.body_iterator = _translated(dialect, answered.body_iterator)
-        return answered
-    return json_response(dialect.whole(_whole(json.loads(bytes(answered.body)))))
 
 
 async def _read(dialect: Dialect, request: Request) -> ChatBody:
@@ -54,63 +57,62 @@ async def _read(dialect: Dialect, request: Request) -> ChatBody:
         body = json.loads(await request.body())
         if not isinstance(body, dict):
             raise TypeError("the body must be a JSON object")
-        chat = dialect.to_chat(body)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise bad_request(f"the request cannot be read: {error}") from None
-    if chat.get("stream"):
-        chat["stream_options"] = {"include_usage": True}
-    try:
-        return ChatBody.model_validate(chat)
+        return ChatBody.model_validate(dialect.to_chat(body))
     except ValidationError as error:
         first = error.errors()[0]
         raise bad_request(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise bad_request(f"the request cannot be read: {error}") from None
 
 
-def _whole(chat: dict[str, Any]) -> Answer:
-    choice, usage = chat["choices"][0], chat["usage"]
-    return Answer(
-        id=_id(chat),
-        model=chat["model"],
-        created=chat["created"],
-        content=choice["message"].get("content") or "",
-        calls=choice["message"].get("tool_calls") or (),
-        finish_reason=choice["finish_reason"],
-        num_prompt_tokens=usage["prompt_tokens"],
-        num_completion_tokens=usage["completion_tokens"],
-    )
+class _Translated:
+    """A chat answer in another dialect."""
 
+    def __init__(self, dialect: Dialect, chat: ChatAnswer) -> None:
+        self._dialect, self._chat = dialect, chat
+        self.name, self.is_streamed = chat.name, chat.is_streamed
+        self._blank = Answer(id=chat.id.removeprefix("chatcmpl-"), model=chat.model, created=chat.created)
 
-async def _translated(dialect: Dialect, chunks: Any) -> AsyncIterator[bytes]:
-    """The events of the other dialect, from those of chat."""
-    stream: AnswerStream | None = None
-    said = _Said()
-    usage: dict[str, Any] = {}
-    last: dict[str, Any] = {}
-    async for chunk in _events(chunks):
-        if "error" in chunk:
-            told = chunk["error"]
-            stream = stream or dialect.stream(Answer(id="0", model="", created=0))
+    def requests(self) -> list[EngineRequest]:
+        return self._chat.requests()
+
+    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        (choice,) = (await self._chat.whole(completions))["choices"]
+        message = choice["message"]
+        calls = message.get("tool_calls") or ()
+        return self._dialect.whole(
+            self._said(message["content"] or "", calls, choice["finish_reason"], completions)
+        )
+
+    async def events(self, samples: Samples) -> AsyncIterator[bytes]:
+        stream, said = self._dialect.stream(self._blank), _Said()
+        completions: list[Completion] = []
+        yield stream.begin()
+        try:
+            async for pieces in samples:
+                for piece in pieces:
+                    (choice,) = self._chat.chunk(piece)["choices"]
+                    if new := stream.feed(*said.take(choice)):
+                        yield new
+                completions += [piece.completion for piece in pieces if piece.completion is not None]
+        except (ApiError, RillError) as error:
+            told = error_body(to_api_error(error))["error"]
             yield stream.error(told["message"], told["type"])
             return
-        last, usage = chunk, chunk.get("usage") or usage
-        if stream is None:
-            stream = dialect.stream(Answer(id=_id(chunk), model=chunk["model"], created=chunk["created"]))
-            yield stream.begin()
-        for choice in chunk["choices"]:
-            if new := stream.feed(*said.take(choice)):
-                yield new
-    if stream is not None:
-        answer = Answer(
-            id=_id(last),
-            model=last["model"],
-            created=last["created"],
-            content="".join(said.content),
-            calls=said.calls,
-            finish_reason=said.finish_reason,
-            num_prompt_tokens=usage.get("prompt_tokens", 0),
-            num_completion_tokens=usage.get("completion_tokens", 0),
+        yield stream.end(self._said("".join(said.content), said.calls, said.finish_reason, completions))
+
+    def _said(
+        self, content: str, calls: Sequence[Any], finish_reason: str, completions: Sequence[Completion]
+    ) -> Answer:
+        usage = self._chat.usage(completions)["usage"]
+        return replace(
+            self._blank,
+            content=content,
+            calls=calls,
+            finish_reason=finish_reason,
+            num_prompt_tokens=usage["prompt_tokens"],
+            num_completion_tokens=usage["completion_tokens"],
         )
-        yield stream.end(answer)
 
 
 class _Said:
@@ -140,17 +142,3 @@ class _Said:
         complete = self.calls[self._num_told : num_complete]
         self._num_told = max(num_complete, self._num_told)
         return text, complete
-
-
-async def _events(chunks: Any) -> AsyncIterator[dict[str, Any]]:
-    """What server-sent events say. A piece of the stream holds whole events."""
-    async for piece in chunks:
-        data = piece if isinstance(piece, bytes) else piece.encode()
-        for line in data.split(b"\n\n"):
-            said = line.removeprefix(b"data: ")
-            if said and said != b"[DONE]" and line.startswith(b"data: "):
-                yield json.loads(said)
-
-
-def _id(chat: dict[str, Any]) -> str:
-    return str(chat["id"]).removeprefix("chatcmpl-")

@@ -12,12 +12,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from rill.inference.base import AdapterEngine, Feature
-from rill.inference.server.administration import act, admin_state
 from rill.inference.server.answers import json_response
 from rill.inference.server.errors import ApiError, bad_request
 from rill.inference.server.sampling import resolve_model, served_names
 from rill.inference.server.schemas import LoadAdapterBody, UnloadAdapterBody
-from rill.inference.server.state import ServerState, state_of
+from rill.inference.server.state import ServerState, admin_state, state_of
 from rill.models.card import read_card
 
 routes = APIRouter()
@@ -55,7 +54,7 @@ async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> Response
             )
         engine.load_adapter(name, body.lora_path)
 
-    await act(state, "load_lora_adapter", load)
+    await state.act("load_lora_adapter", load)
     return json_response({"status": "ok", "models": served_names(state.engine, state.config)})
 
 
@@ -72,7 +71,7 @@ async def unload_lora_adapter(body: UnloadAdapterBody, request: Request) -> Resp
             )
         engine.unload_adapter(body.lora_name)
 
-    await act(state, "unload_lora_adapter", unload)
+    await state.act("unload_lora_adapter", unload)
     return json_response({"status": "ok", "models": served_names(state.engine, state.config)})
 
 

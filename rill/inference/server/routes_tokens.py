@@ -15,7 +15,7 @@ from rill.inference.server.answers import DONE, event, json_response, respond
 from rill.inference.server.chat import template_messages, template_options, template_tools
 from rill.inference.server.choices import finish_reason, token_logprobs, usage
 from rill.inference.server.errors import bad_request
-from rill.inference.server.generation import Piece, SampleStream, finite
+from rill.inference.server.generation import Piece, Samples, finite
 from rill.inference.server.routes_completions import score
 from rill.inference.server.sampling import build_requests, new_id, num_top_logprobs, resolve_model
 from rill.inference.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
@@ -79,8 +79,9 @@ class _Answer:
     def requests(self) -> list[EngineRequest]:
         """A max_tokens beyond the context is cut to it: a trainer asks for "as much as fits"."""
         state, body, sampling = self._state, self._body, self._body.sampling_params
+        beside = {"model": body.model or sampling.model, "cache_salt": body.cache_salt or sampling.cache_salt}
         requests = build_requests(
-            sampling,
+            sampling.model_copy(update=beside | {"priority": body.priority or sampling.priority}),
             [body.token_ids],
             # A client may repeat its id; the engine's ids must differ.
             request_id=new_id("gen"),
@@ -88,9 +89,6 @@ class _Answer:
             engine=state.engine,
             config=state.config,
             clamp_to_context=True,
-            cache_salt=body.cache_salt,
-            model=body.model,
-            priority=body.priority or sampling.priority,
             num_top=_num_top(body, state),
         )
         if sampling.prompt_logprobs is not None and Feature.SCORE not in state.engine.features:
@@ -106,11 +104,11 @@ class _Answer:
         answer = {"choices": choices, "usage": usage(num_prompt, completions), "prompt_logprobs": scores}
         return self._head | answer
 
-    async def events(self, stream: SampleStream) -> AsyncIterator[bytes]:
+    async def events(self, samples: Samples) -> AsyncIterator[bytes]:
         """The first has the prompt's log-probabilities, where they were asked for."""
         scores = await _prompt_logprobs(self._state, self._body)
         first = {} if scores is None else {"prompt_logprobs": scores}
-        async for pieces in stream:
+        async for pieces in samples:
             out = []
             for piece in pieces:
                 out.append(

@@ -18,7 +18,10 @@ from rill.types import Picture, SamplingParams
 _MAX_STOPS = 64
 _MAX_STOP_CHARS = 1024
 _SEED_RANGE = 2**63
-
+_SAME_NAME = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Of SamplingParams, whose defaults are OpenAI's."""
 
 _RUN = secrets.token_hex(10)
 _NUMBERS = itertools.count()
@@ -49,12 +52,6 @@ def resolve_model(name: str | None, engine: Engine, config: ServerConfig) -> str
         param="model",
         code="model_not_found",
     )
-
-
-def refuse_unsupported(body: GenerationBody) -> None:
-    """Fields that OpenAI has and we cannot honour. Ignoring one would give answers that look right."""
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options needs stream=true", "stream_options")
 
 
 def num_top_logprobs(count: int | None, engine: Engine, param: str) -> int:
@@ -128,15 +125,12 @@ def build_requests(
     engine: Engine,
     config: ServerConfig,
     clamp_to_context: bool = False,
-    cache_salt: str | None = None,
-    model: str | None = None,
-    priority: int | None = None,
     num_top: int = 0,
     guide: Guide | None = None,
     pictures: tuple[Picture, ...] = (),
 ) -> list[Request]:
     """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i."""
-    adapter = resolve_model(body.model if model is None else model, engine, config)
+    adapter = resolve_model(body.model, engine, config)
     guide = guide or guide_of(body, engine)
     num_samples = body.n or 1
     if num_samples * len(prompts) > config.max_samples:
@@ -155,8 +149,8 @@ def build_requests(
                     token_ids=token_ids,
                     sampling=build_sampling(body, max_new_tokens, sample),
                     adapter=adapter,
-                    cache_salt=cache_salt or body.cache_salt or "",
-                    priority=body.priority if priority is None else priority,
+                    cache_salt=body.cache_salt or "",
+                    priority=body.priority,
                     guide=guide,
                     num_top_logprobs=num_top,
                     pictures=pictures,
@@ -168,21 +162,17 @@ def build_requests(
 def build_sampling(body: SamplingBody, max_new_tokens: int, sample: int = 0) -> SamplingParams:
     if body.min_tokens > max_new_tokens:
         raise bad_request(f"min_tokens is {body.min_tokens}, max_tokens only {max_new_tokens}", "min_tokens")
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
-        temperature=_or(body.temperature, 1.0),
         top_k=max(0, body.top_k or 0),
-        top_p=_or(body.top_p, 1.0),
-        min_p=_or(body.min_p, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
         stop=stop_strings(body),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
         logit_bias=_logit_bias(body),
         seed=None if body.seed is None else (body.seed + sample) % _SEED_RANGE,
+        **given,
     )
 
 
@@ -224,7 +214,3 @@ def _logit_bias(body: SamplingBody) -> dict[int, float]:
             raise bad_request(f"logit_bias keys are token ids, got {key[:64]!r}", "logit_bias")
         bias[int(key)] = value
     return bias
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from rill.weights import WeightManifest
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Prompts = str | Annotated[list[str], Field(fail_fast=True)] | list[TokenId] | list[list[TokenId]]
+"""Texts or token ids, one or several. What begins as no text is not looked at further as texts."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Size = Annotated[int, Field(ge=0, lt=2**48)]
 Word = Annotated[int, Field(ge=0, lt=2**64)]
-Transport = Literal["disk", "shm", "tcp"]
-"""The weight transports whose manifests hold no program and need no one else: see rill.weights."""
 Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16",
                 "int8", "uint8", "bool"]  # fmt: skip
 
@@ -103,7 +103,7 @@ class GenerationBody(SamplingBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompts
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
@@ -238,7 +238,7 @@ class EmbeddingsBody(Body):
     """POST /v1/embeddings"""
 
     model: str | None = None
-    input: str | list[str] | list[TokenId] | list[list[TokenId]]
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1, lt=2**31)
     add_special_tokens: bool = True
@@ -289,7 +289,8 @@ class ManifestBody(RecordBody):
     """A version published by rill.weights: rill.weights.base.WeightManifest as JSON."""
 
     version: Count
-    transport: Transport
+    transport: Literal["disk", "shm", "tcp"]
+    """Those whose manifests hold no program and need no one else: see rill.weights."""
     location: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")
     tensors: list[TensorBody] = Field(min_length=1)
     buckets: list[BucketBody] = Field(min_length=1)
@@ -314,32 +315,14 @@ class ManifestBody(RecordBody):
         return WeightManifest(**fields, tensors=tensors, buckets=buckets)
 
 
-class InitBroadcasterBody(Body):
-    """POST /init_broadcaster: where versions will be published. prime-rl's orchestrator sends its NCCL address."""
-
-    transport: Transport | None = None
-    location: Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")] | None = None
-    """The publisher's folder (disk). shm, tcp: versions are named by the manifests that are sent."""
-    verify: Literal["full", "sampled", "off"] = "full"
-    """How much of the bytes is compared with what was published."""
-    host: str | None = None
-    port: int | None = Field(default=None, ge=1, le=65535)
-    rank_offset: int = Field(default=0, ge=0)
-    inference_world_size: int = Field(default=1, ge=1)
-    timeout: int = Field(default=600, ge=1)
-    quantize_in_weight_transfer: bool = False
-    session_id: str = "default"
-
-
 class UpdateWeightsBody(Body):
-    """POST /update_weights: a manifest, a folder of safetensors, or a version of what /init_broadcaster named."""
+    """POST /update_weights: a manifest, or a folder."""
 
     weight_dir: str | None = None
     """A model's folder, or one version's folder of the disk transport."""
     manifest: ManifestBody | None = None
     version: Count | None = None
-    """The policy version of these weights. Unset: the manifest's; for a model's folder one more than the engine's;
-    else the newest that is published."""
+    """The policy version of these weights. Unset: the manifest's; for a model's folder one more than the engine's."""
     partial: bool = False
     """A model's folder may lack parameters."""
 

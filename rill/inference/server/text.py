@@ -21,6 +21,7 @@ from rill.data.tool_calls import held_back
 from rill.errors import DataError
 from rill.inference.native.detokenizer import IncrementalDetokenizer, plain_decode
 from rill.inference.server.errors import bad_request
+from rill.inference.server.schemas import SamplingBody
 from rill.types import Picture
 
 if TYPE_CHECKING:
@@ -168,24 +169,16 @@ class TextStream:
     tokens ──▶ decode from the last safe place ──▶ [ handed out | held back: half a character, maybe a stop ]
     """
 
-    def __init__(
-        self,
-        codec: TextCodec,
-        *,
-        stop: Sequence[str] = (),
-        skip_special_tokens: bool = True,
-        include_stop: bool = False,
-        kept_ids: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, codec: TextCodec, body: SamplingBody, kept_ids: frozenset[int] = frozenset()) -> None:
         """`kept_ids`: special tokens that are text all the same."""
-        self._stop = tuple(stop)
+        self._stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        skip_special_tokens, self._include_stop = body.skip_special_tokens, body.include_stop_str_in_output
         self._detokenizer = IncrementalDetokenizer(
             lambda ids, skip: codec.decode(ids, skip_special_tokens=skip),
             skip_special_tokens=skip_special_tokens and not kept_ids,
         )
         # Not left to the decoder: a long run of tokens without text would be decoded again with each of them.
         self._dropped_ids = codec.special_ids - kept_ids if skip_special_tokens else frozenset()
-        self._include_stop = include_stop
         self._held = ""
         self.text = ""
         """Everything handed out so far."""

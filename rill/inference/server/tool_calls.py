@@ -10,20 +10,10 @@ from typing import Any
 from uuid import uuid4
 
 from rill.data import tool_calls
-from rill.data.tool_calls import SYNTAXES, ParsedCall, ToolSyntax, detect_syntax
+from rill.data.tool_calls import SYNTAXES, ToolSyntax
 from rill.inference.base import Guide, GuideKind
 from rill.inference.server.errors import bad_request
 from rill.inference.server.schemas import Tool
-
-__all__ = [
-    "SYNTAXES",
-    "CallDelta",
-    "ParsedCall",
-    "ToolCallStream",
-    "ToolSyntax",
-    "detect_syntax",
-    "forced_call",
-]
 
 _JSON_HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -56,7 +46,6 @@ class ToolCallStream(tool_calls.ToolCallStream):
         super().__init__(syntax, schemas, parallel=parallel)
         self._num_sent = 0
         """Characters of the arguments of the call that is being written, once its name is out; else 0."""
-        self._num_told = 0
 
     def stream(self, text: str, *, is_last: bool = False) -> tuple[str, list[CallDelta]]:
         """As `feed`; calls in pieces. Arguments are the model's own text; qwen_xml's, which are no JSON, come whole."""

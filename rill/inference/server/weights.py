@@ -23,12 +23,12 @@ from rill.inference.base import Engine, NamedTensors
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.parameters import check_shapes, expected_shapes
 from rill.inference.server.errors import ApiError, bad_request
-from rill.inference.server.schemas import ManifestBody, Transport, UpdateWeightsBody
+from rill.inference.server.schemas import ManifestBody, UpdateWeightsBody
 from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion
 from rill.weights import Receiver, Verify, WeightManifest, open_receiver
 from rill.weights.base import TRANSPORTS
-from rill.weights.disk import DiskReceiver, version_folder
+from rill.weights.disk import DiskReceiver
 
 MANIFEST = "manifest.json"
 
@@ -39,50 +39,23 @@ class WeightInbox:
     def __init__(self, engine: Engine, model: ModelConfig | None) -> None:
         self._engine = engine
         self._model = model
-        self._verify = Verify.FULL
-        self._source: tuple[Transport, str] | None = None
         self._receivers: dict[str, Receiver] = {}
         self.failure: str | None = None
         """Why the engine is without usable weights; cleared by an update that succeeds."""
-
-    def listen(self, transport: Transport, location: str | None, verify: str) -> None:
-        """Where versions will appear, so that an update need not say it again."""
-        if transport == "disk" and not location:
-            raise bad_request("disk needs the location where versions are published", "location")
-        if transport == "tcp" and location:
-            raise bad_request(
-                "the manifests that are sent say where tcp fetches from, and bring its key", "location"
-            )
-        if transport == "disk" and not _is(Path(location or ""), Path.is_dir):
-            raise bad_request(f"there is no folder {location!r}", "location")
-        self.close()
-        self._verify = Verify(verify)
-        self._source = (transport, location) if location else None
 
     def update(self, body: UpdateWeightsBody) -> PolicyVersion:
         """What /update_weights asks for; the version that the engine then has."""
         if body.manifest is not None:
             return self.pull(body.manifest.to_manifest())
-        if body.weight_dir is not None:
-            folder = Path(body.weight_dir)
-            if not _is(folder / MANIFEST, Path.is_file):
-                return self.load(folder, body.version, partial=body.partial)
-            manifest = self._read_manifest("disk", str(folder.parent), folder.name)
-            if body.version not in (None, int(manifest.version)):
-                raise bad_request(
-                    f"the folder holds version {manifest.version}, not {body.version}", "version"
-                )
-            return self.pull(manifest)
-        if self._source is None:
-            raise bad_request(
-                "say where the weights are: `manifest`, or `weight_dir`; or call /init_broadcaster first",
-                "weight_dir",
-            )
-        transport, location = self._source
-        place = (
-            self._newest(location) if body.version is None else version_folder(PolicyVersion(body.version))
-        )
-        return self.pull(self._read_manifest(transport, location, place))
+        if body.weight_dir is None:
+            raise bad_request("say where the weights are: `manifest`, or `weight_dir`", "weight_dir")
+        folder = Path(body.weight_dir)
+        if not _is(folder / MANIFEST, Path.is_file):
+            return self.load(folder, body.version, partial=body.partial)
+        manifest = self._read_manifest(folder)
+        if body.version not in (None, int(manifest.version)):
+            raise bad_request(f"the folder holds version {manifest.version}, not {body.version}", "version")
+        return self.pull(manifest)
 
     def pull(self, manifest: WeightManifest) -> PolicyVersion:
         """A version that was published by rill.weights."""
@@ -166,34 +139,25 @@ class WeightInbox:
     def _receiver(self, transport: str) -> Receiver:
         """Kept between updates: a receiver of differences needs what it had."""
         if transport not in self._receivers:
-            config = TRANSPORTS.load(transport).Config(verify=self._verify)
+            config = TRANSPORTS.load(transport).Config(verify=Verify.FULL)
             self._receivers[transport] = open_receiver(config)
         return self._receivers[transport]
 
-    def _read_manifest(self, transport: Transport, location: str, place: str) -> WeightManifest:
-        receiver = self._receiver(transport)
+    def _read_manifest(self, folder: Path) -> WeightManifest:
+        receiver = self._receiver("disk")
         assert isinstance(receiver, DiskReceiver)
         try:
-            text = receiver.fetch(location, f"{place}/{MANIFEST}")
+            text = receiver.fetch(str(folder.parent), f"{folder.name}/{MANIFEST}")
             manifest = ManifestBody.model_validate_json(text).to_manifest()
         except WeightSyncError as error:
             raise _from_source(error) from error
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise _from_source(
-                WeightSyncError(
-                    f"{place}/{MANIFEST} is damaged or half-written: {where or 'it'}: {first['msg']}"
-                )
-            ) from error
+            where = ".".join(str(part) for part in first["loc"]) or "it"
+            message = f"{folder}/{MANIFEST} is damaged or half-written: {where}: {first['msg']}"
+            raise _from_source(WeightSyncError(message)) from error
         # Where it lies is what we were told: the publisher's name for that place may be another machine's.
-        return replace(manifest, transport=transport, location=location)
-
-    def _newest(self, location: str) -> str:
-        places = sorted(path.name for path in Path(location).glob("v*") if path.name[1:].isdigit())
-        if not places:
-            raise ApiError(409, f"no version has been published at {location} yet", code="nothing_published")
-        return places[-1]
+        return replace(manifest, transport="disk", location=str(folder.parent))
 
 
 def _from_source(error: WeightSyncError) -> ApiError:
