@@ -165,7 +165,9 @@ def busy_s(call: CallRecord) -> float:
     if call.group in STREAMS:
         held_s = sum(turn.ended_s - turn.started_s for turn in call.turns)
         return max(0.0, held_s - call.onload_s) if call.turns else lasted_s
-    return max(0.0, lasted_s - call.onload_s - sum(waited for on, waited in call.waits_s.items() if on != CALLS))
+    return max(
+        0.0, lasted_s - call.onload_s - sum(waited for on, waited in call.waits_s.items() if on != CALLS)
+    )
 
 
 # --- the graph --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ The room in the order of its story; docs/design.md follows one sample through it
     fleet, elastic                     engines that are lost, come and go
     scorers, learners, actor           what is added to samples on their way, and what learns from them
     evaluation, scoring                held-out figures, in a run and outside
-    robots/, plans/                    what an embodied run has of its own; finding, following and changing a plan
+    robots/                            what an embodied run has of its own
 """
 
 from __future__ import annotations

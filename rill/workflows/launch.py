@@ -10,7 +10,6 @@ Groups start side by side; `ready` waits for all. Nothing here knows what they c
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -105,6 +104,7 @@ class Launcher:
         self.channels = Channels(cluster, config.loop.step_timeout_s, suffix)
         self.flows = Flows.of(self.channels)
         self._observers = observers
+        self._threads = config.cluster.threads_on(len(cluster.devices))
         self._starting: list[WorkerGroup[Any]] = []
         self.is_ready = False
         """Whether everything that was started has been."""
@@ -130,7 +130,7 @@ class Launcher:
         placement = getattr(self.config.placement, name)
         self.devices[name] = self._ids_of(placement)
         group = worker.launch_async(
-            self.cluster, name=name, placement=placement, threads=self.threads, **init_kwargs
+            self.cluster, name=name, placement=placement, threads=self._threads, **init_kwargs
         )
         self._begin(group)
         if is_trained:
@@ -334,10 +334,6 @@ class Launcher:
     def run_dir(self) -> str:
         return str(self.folder.path.resolve())
 
-    @property
-    def threads(self) -> int:
-        return threads_of(self.config.cluster, len(self.cluster.devices))
-
 
 def open_cluster(config: ClusterConfig, run: Run, preload: Sequence[str] = PRELOAD) -> Cluster:
     devices = config.devices or "auto"
@@ -369,8 +365,3 @@ def routed(
     )
     log.info("weights travel by %s", transport.type)
     return sync.model_copy(update={"transport": transport})
-
-
-def threads_of(config: ClusterConfig, num_devices: int) -> int:
-    """Threads of each worker: the cores divided among the device slots, since sharers of a slot take turns."""
-    return config.threads or max(1, (os.cpu_count() or 1) // max(1, num_devices))

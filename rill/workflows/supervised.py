@@ -31,7 +31,7 @@ from rill.training.preference import PairTrainer
 from rill.training.sft import SFTTrainer
 from rill.types import Prompt
 from rill.workflows.config import ClusterConfig, RecipeConfig, Seats
-from rill.workflows.launch import open_cluster, threads_of
+from rill.workflows.launch import open_cluster
 from rill.workflows.loop import Observer, StepReport
 
 LOADER_FILE = "loader.json"
@@ -179,7 +179,7 @@ class SupervisedWorkflow:
                 cluster,
                 name=config.workflow,
                 placement=config.placement,
-                threads=threads_of(config.cluster, len(cluster.devices)),
+                threads=config.cluster.threads_on(len(cluster.devices)),
                 config=config.trainer,
                 data=config.data,
                 loader=config.loader,
