@@ -26,6 +26,7 @@ from rill.envs.base import Environment, open_environment
 from rill.envs.episode import run_episode
 from rill.envs.events import MISSING
 from rill.inference.base import Completion
+from rill.inference.policy import PolicyClient
 from rill.journal.checkpoints import needed_now
 from rill.journal.reader import LogReader
 from rill.journal.token_log import JournalConfig, TokenLog
@@ -36,7 +37,6 @@ from rill.runtime.process.waits import watch_loop
 from rill.telemetry.rollout_log import RolloutLog
 from rill.types import NOT_SAMPLED, Episode, Group, PolicyVersion, Sample, SamplingParams, Trajectory
 from rill.workflows.config import EvalSetConfig, RolloutConfig
-from rill.workflows.policy import PolicyClient
 from rill.workflows.records import TRAIN, Flows, Outcome, Progress, Task
 
 MIN_REPETITIVE = 64

@@ -31,7 +31,7 @@ from rill.runtime.worker import Worker, concurrent
 from rill.types import Floats, InitialState, Observation, PolicyVersion, RobotSpec, TokenIds
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workflows.config import SyncConfig
-from rill.workflows.policy import Answers
+from rill.workflows.records import Answers
 from rill.workflows.robots.config import RobotConfig
 
 PROBES = 32

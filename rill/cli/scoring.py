@@ -17,6 +17,7 @@ from rill.envs.rewards.runner import response_text
 from rill.errors import DataError
 from rill.inference.base import ENGINES, Engine
 from rill.inference.gate import EngineGate
+from rill.inference.policy import PolicyClient
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.models.pictures import load_pictures
 from rill.telemetry.evaluations import Answer
@@ -29,14 +30,13 @@ from rill.workflows.config import (
     native_unless_named,
 )
 from rill.workflows.evaluation import read_prompts
-from rill.workflows.policy import PolicyClient
 
 MAX_TRANSCRIPTS = 256
 """Groups of an evaluation that the rollout viewer shows; every answer is in its file."""
 
 
 class ScoringConfig(EvalSamplingConfig):
-    """What to evaluate, on what, how."""
+    """What `rill eval` evaluates, on what, how."""
 
     model: ModelConfig
     engine: Annotated[PartConfig, OneOf(ENGINES), BeforeValidator(native_unless_named)] = Field(
