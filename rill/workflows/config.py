@@ -16,11 +16,11 @@ from rill.data.loader import LoaderConfig
 from rill.envs.base import ENVIRONMENTS
 from rill.inference.base import ENGINES
 from rill.journal.token_log import JournalConfig
+from rill.planning.elastic import ElasticConfig
 from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.telemetry.sinks.base import SINKS
 from rill.types import SamplingParams
 from rill.weights.base import TRANSPORTS
-from rill.workflows.elastic import ElasticConfig
 
 Seats = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
 """Device ids of a group, as rill.runtime.device.placement reads them: "0-3", "all", "0-3:0-7"; a bare 0 is "0"."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from rill.errors import PeerDiedError, PlanError, RillError, RunError
 from rill.journal.checkpoints import whole_checkpoints
+from rill.planning.elastic import Scaler
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CUDA
 from rill.runtime.device.device import Device
@@ -26,7 +27,7 @@ from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
 from rill.workflows.config import ClusterConfig, OnlineConfig, RolloutConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
-from rill.workflows.elastic import Door, Scaler
+from rill.workflows.elastic import Door
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.fleet import Engines, Fleet
 from rill.workflows.loop import Observer, StepReport

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from rill.cli.main import app
 from rill.errors import PlanError, RunError, UserError
+from rill.planning.elastic import ElasticConfig, Scaler
 from rill.telemetry.run import Run, RunStatus
-from rill.workflows.elastic import FOLDER, Door, ElasticConfig, Scaler, ask
+from rill.workflows.elastic import FOLDER, Door, ask
 
 
 def join(devices: str) -> str:
