@@ -36,7 +36,7 @@ from rill.weights import SealedManifest
 from rill.weights.publishing import PublishingWorker, Synced
 from rill.workflows.config import LoopConfig, SyncConfig
 from rill.workflows.elastic import Door
-from rill.workflows.records import Channels, Flows
+from rill.workflows.records import Channels, Flows, Sealed
 from rill.workflows.rollout import EVERY_EPOCH, LEFT_CODE, RolloutWorker
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,13 @@ class Fleet:
         answer(actor.on(0).meet(self._rollout, sync.timeout_s, loop.interrupt), sync.timeout_s)
 
     def _crew(self, group: WorkerGroup[Any], method: str, *arguments: Any) -> Crew:
-        return Crew(group, lambda ranks: group.on(*ranks).call(method, *arguments), self._loop.max_relaunches)
+        sealed = [Sealed(argument) for argument in arguments]
+
+        def call(ranks: Sequence[int]) -> Handle:
+            chosen = group if tuple(ranks) == group.ranks else group.on(*ranks)
+            return chosen.call(method, *sealed)
+
+        return Crew(group, call, self._loop.max_relaunches)
 
     def open_epoch(self) -> None:
         self.is_open = True

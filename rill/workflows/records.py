@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -208,6 +209,16 @@ class Answers(Generic[A]):
                     future.set_result(self._read_one(answer))
                 except RillError as error:
                     future.set_exception(error)
+
+
+class Sealed:
+    """Encoded once for what is sent at every step; where it arrives it is the value itself."""
+
+    def __init__(self, value: Any) -> None:
+        self._encoded = pickle.dumps(value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._encoded,)
 
 
 class Flows(NamedTuple):
