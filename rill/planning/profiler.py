@@ -59,7 +59,7 @@ SETTLE_S = 0.5
 """Until the last calls of a step have told what they did."""
 
 
-Start = Callable[[Any, Run, Pilot], None]
+Start = Callable[[Recipe, Run, Pilot], None]
 """Runs a recipe's workflow in a folder."""
 
 
@@ -254,7 +254,7 @@ class _Rows:
         return {name: pinned_placement(self.config, self.provenance, name) or ids for name in groups}
 
 
-def _short(config: Any, placement: Mapping[str, str], num_steps: int) -> Any:
+def _short(config: Recipe, placement: Mapping[str, str], num_steps: int) -> Recipe:
     """The recipe for a few steps: synchronous, without what comes before, beside and after them."""
     filters = config.algorithm.filters.model_copy(
         update={"drop_equal_rewards": False, "min_mean_reward": None, "max_mean_reward": None}

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -44,27 +44,8 @@ FULL_BYTES = 1.0
 """Of a device whose memory was not measured: one worker fills it, so that those who share it take turns."""
 
 
-class Recipe(Protocol):
-    """What is read of a recipe (rill.workflows.rl_config), table by table."""
-
-    @property
-    def workflow(self) -> str: ...
-    @property
-    def model(self) -> Any: ...
-    @property
-    def algorithm(self) -> Any: ...
-    @property
-    def cluster(self) -> Any: ...
-    @property
-    def loop(self) -> Any: ...
-    @property
-    def flow(self) -> Any: ...
-    @property
-    def placement(self) -> Any: ...
-    @property
-    def needs_whole_batch(self) -> bool: ...
-
-    def model_dump(self, *, mode: str = "python") -> dict[str, Any]: ...
+Recipe = Any
+"""rill.workflows.rl_config.RLConfig, which is above this room."""
 
 
 # --- what a profile belongs to ----------------------------------------------------------------------------
@@ -133,10 +114,7 @@ def profile_of(run: Run, config: Recipe, devices: Sequence[Device]) -> Profile:
 
 
 def problem_of(
-    config: Recipe,
-    provenance: Mapping[str, str],
-    profile: Profile,
-    devices: Sequence[Device],
+    config: Recipe, provenance: Mapping[str, str], profile: Profile, devices: Sequence[Device]
 ) -> Problem:
     """All plans that the recipe leaves open, for these devices."""
     if (graph := profile.traced_graph()) is None:

@@ -149,11 +149,7 @@ class Episodes:
         return outcome, samples
 
     async def _episodes(
-        self,
-        task: Task,
-        policy: PolicyClient,
-        answers: dict[str, Completion],
-        logs: dict[str, EpisodeEvents],
+        self, task: Task, policy: PolicyClient, answers: dict[str, Completion], logs: dict[str, EpisodeEvents]
     ) -> list[Episode] | None:
         """All of the group, the greedy one last where the algorithm needs it; None when it was stopped."""
         environment, sampling = self._setting(task.purpose)

@@ -344,12 +344,7 @@ def open_cluster(config: ClusterConfig, run: Run, preload: Sequence[str] = PRELO
 
 
 def routed(
-    sync: SyncConfig,
-    devices: Sequence[Device],
-    *,
-    actor: str,
-    pulling: Iterable[str],
-    stay_on_gpu: bool,
+    sync: SyncConfig, devices: Sequence[Device], *, actor: str, pulling: Iterable[str], stay_on_gpu: bool
 ) -> SyncConfig:
     """`sync` with the transport that the placement asks for, where the recipe leaves it open.
 
