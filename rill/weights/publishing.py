@@ -22,7 +22,7 @@ from rill.runtime.worker import Worker, concurrent
 from rill.types import PolicyVersion
 from rill.weights.base import Publisher
 from rill.weights.manifest import SealedManifest
-from rill.weights.sync import Pulled, WeightSync, WeightSyncConfig
+from rill.weights.sync import Pulled, WeightSync
 
 
 class Synced(NamedTuple):
@@ -109,9 +109,7 @@ class Engines:
     ) -> None:
         self._publisher = publisher
         self._group = EngineGroup(rollout, interrupt)
-        # No engine need be in service: the driver starts those that are not again, or ends the run.
-        config = WeightSyncConfig(timeout_s=timeout_s, min_in_service=0)
-        self._sync = WeightSync(publisher, self._group, config)
+        self._sync = WeightSync(publisher, self._group, timeout_s=timeout_s)
         self._manifest: SealedManifest | None = None
         self._lock = threading.Lock()
         """An engine may be brought back while the trainer waits for samples, or publishes."""
