@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from rill.cli.main import app
 from rill.errors import PlanError, RunError, UserError
 from rill.planning.elastic import ElasticConfig, Scaler
+from rill.telemetry.requests import FOLDER, ask
 from rill.telemetry.run import Run, RunStatus
-from rill.workflows.elastic import FOLDER, Door, ask
+from rill.workflows.elastic import Door
 
 
 def join(devices: str) -> str:
