@@ -1,7 +1,8 @@
-"""How many engines a run should have: by a schedule, or by what there is to do. rill.workflows.elastic sees to it."""
+"""How many engines a run should have: by a schedule, or by what there is to do; the fleet sees to it."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -11,6 +12,9 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from rill.config import Config
+from rill.errors import RillError
+
+log = logging.getLogger(__name__)
 
 
 class ElasticConfig(Config):
@@ -47,27 +51,47 @@ class Scaler:
         self._since_s = clock()
         self._seen: deque[tuple[float, int]] = deque()
         """When it was looked, and the engines that would have done."""
-        self.most = config.max_engines or 1 << 30
+        self._most = config.max_engines or 1 << 30
         """Lowered to what there is room for."""
+        self._step = 0
 
-    def look(self, num_prompts: int) -> None:
-        """So many wait or are being answered."""
-        needed = math.ceil(num_prompts / self.config.prompts_per_engine)
+    def look(self, num_prompts: Callable[[], int]) -> None:
+        """So many wait or are being answered, in the middle of a step."""
+        if not self.config.prompts_per_engine:
+            return
+        needed = math.ceil(num_prompts() / self.config.prompts_per_engine)
         now_s = self._clock()
         self._seen.append((now_s, max(self.config.min_engines, needed)))
         while self._seen[0][0] < now_s - self.config.idle_s:
             self._seen.popleft()
 
-    def wanted(self, step: int, num_engines: int) -> int:
+    def scale(
+        self,
+        step: int,
+        ranks: Callable[[], tuple[int, ...]],
+        join: Callable[[str], str],
+        leave: Callable[[int], str],
+    ) -> None:
+        """Come to as many engines as there should be. `step`: the newest that is done, at least."""
+        self._step = max(self._step, step)
+        while (wanted := self._wanted(len(ranks()))) != len(ranks()):
+            try:
+                join("") if wanted > len(ranks()) else leave(max(ranks()))
+            except RillError as error:
+                log.warning("%d engines, %d are wanted: %s", len(ranks()), wanted, str(error).splitlines()[0])
+                self._most = len(ranks())
+                return
+
+    def _wanted(self, num_engines: int) -> int:
         config = self.config
-        due = [at for at in config.schedule if at <= step]
+        due = [at for at in config.schedule if at <= self._step]
         if due:
-            return min(config.schedule[max(due)], self.most)
+            return min(config.schedule[max(due)], self._most)
         if not self._seen:
             return num_engines
         newest, highest = self._seen[-1][1], max(needed for _, needed in self._seen)
         if newest > num_engines:
-            return max(num_engines, min(newest, self.most))
+            return max(num_engines, min(newest, self._most))
         is_idle = highest < num_engines and self._clock() - self._since_s >= config.idle_s
         self._since_s = self._clock() if is_idle else self._since_s
         return num_engines - 1 if is_idle else num_engines

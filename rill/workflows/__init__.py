@@ -11,7 +11,7 @@ The room in the order of its story; docs/design.md follows one sample through it
     staleness, controller              which groups are begun, kept, batched
     episodes                           a task from prompt to outcome
     rollout, env_worker                the processes where engines and environments run
-    fleet, elastic                     engines that are lost, come and go
+    fleet                              engines that are lost, come and go
     scorers, learners, actor           what is added to samples on their way, and what learns from them
     evaluation                         held-out figures
     robots/                            what an embodied run has of its own

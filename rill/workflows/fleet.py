@@ -24,18 +24,20 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rill.errors import PeerDiedError, RillError, RunError, UserError, WorkerError, boundary
+from rill.planning.elastic import Scaler
 from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle, Outcome
 from rill.telemetry import trace
+from rill.telemetry.requests import answer_all
 from rill.types import PolicyVersion
 from rill.weights import SealedManifest
 from rill.weights.publishing import PublishingWorker, Synced
 from rill.workflows.config import LoopConfig, SyncConfig
-from rill.workflows.elastic import Door
 from rill.workflows.records import Channels, Flows, Sealed
 from rill.workflows.rollout import EVERY_EPOCH, LEFT_CODE, RolloutWorker
 
@@ -54,6 +56,19 @@ class Engines(NamedTuple):
 
     group: WorkerGroup[Any]
     env: WorkerGroup[Any] | None = None
+
+
+class Door(NamedTuple):
+    """Where engines come in and go out: by what people ask of the run (rill.telemetry.requests), or by [elastic]."""
+
+    run_dir: Path
+    berth: Callable[[str], str]
+    """Where engines may join, for the devices that were asked for."""
+    changed: Callable[[], None]
+    """They have joined or left."""
+    scaler: Scaler
+    num_prompts: Callable[[], int]
+    """That wait or are being answered."""
 
 
 class RankCall(NamedTuple):
@@ -161,7 +176,6 @@ class Fleet:
         loop: LoopConfig,
         door: Door | None = None,
     ) -> None:
-        """`door`: where engines may join and leave."""
         self._rollout: WorkerGroup[RolloutWorker] = engines.group
         self._actor = actor
         self._config = sync
@@ -200,7 +214,7 @@ class Fleet:
 
     def tend(self) -> None:
         if self.is_open and self._door is not None:
-            self._door.look()
+            self._door.scaler.look(self._door.num_prompts)
             if self._loop.max_lag > 0:
                 self.attend()
         for crew in self._crews:
@@ -241,9 +255,11 @@ class Fleet:
         """Let in and see off engines, as people have asked or [elastic] says; `step`: the newest that is done, where it
         is known. Between two epochs, or in one that only the driver ends: an engine takes part in the epochs that end
         after it was there."""
-        if self._door is not None:
-            self._door.attend(self.join, self.leave)
-            self._door.scale(step, lambda: self._rollout.ranks, self.join, self.leave)
+        if (door := self._door) is not None:
+            answer_all(
+                door.run_dir, lambda r: self.join(r.devices) if r.leaving is None else self.leave(r.leaving)
+            )
+            door.scaler.scale(step, lambda: self._rollout.ranks, self.join, self.leave)
 
     def join(self, devices: str) -> str:
         """More engines, with the weights that the others hold; in the middle of an epoch they take part in it."""

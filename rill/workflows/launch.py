@@ -23,13 +23,13 @@ from rill.runtime.device.device import Device
 from rill.runtime.device.placement import resolve, seats_on_free_devices
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
+from rill.telemetry.requests import open_requests
 from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
 from rill.workflows.config import ClusterConfig, OnlineConfig, RolloutConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
-from rill.workflows.elastic import Door
 from rill.workflows.evaluation import read_prompts
-from rill.workflows.fleet import Engines, Fleet
+from rill.workflows.fleet import Door, Engines, Fleet
 from rill.workflows.loop import Observer, StepReport
 from rill.workflows.records import Channels, Flows
 
@@ -282,6 +282,7 @@ class Launcher:
         return group
 
     def fleet(self, engines: Engines, actor: WorkerGroup[Any]) -> Fleet:
+        open_requests(self.folder.path)
         door = Door(
             self.folder.path, self._berth, self._reseat, Scaler(self.config.elastic), self._num_prompts
         )

@@ -16,12 +16,12 @@ import pytest
 from rill.errors import PeerDiedError, RunError, WeightSyncError
 from rill.journal.records import Event, Finished, Opened, Segment
 from rill.journal.token_log import FOLDER
+from rill.planning.elastic import ElasticConfig, Scaler
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.types import PolicyVersion
-from rill.workflows.elastic import Door
-from rill.workflows.fleet import Crew
+from rill.workflows.fleet import Crew, Door
 from tests.weights.test_distributed import free_port
 from tests.workflows.broken_transport import TRANSPORT
 from tests.workflows.scene import DEADLINE_S, Scene
@@ -181,7 +181,7 @@ def test_an_engine_joins_those_that_run_ahead_and_one_that_is_told_to_go_leaves_
         order="admission",
         engine=SLOW,
     )
-    scene.fleet._door = Door(tmp_path, berth=str, changed=lambda: None)
+    scene.fleet._door = Door(tmp_path, str, lambda: None, Scaler(ElasticConfig()), lambda: 0)
     scene.loop._observers = [lambda report: scene.fleet.join("0") if report.step == 1 else None]
     telling = kill_at_step(scene, 1, 3, number=signal.SIGTERM)
     with caplog.at_level(logging.WARNING, "rill"):
