@@ -226,38 +226,26 @@ class Launcher:
 
     def again(self) -> Launcher | None:
         """For the next session in this cluster, once a process is lost that cannot be replaced alone: engines and
-        environments stay as they are where they can, with what they hold in the token log; all others are started
-        again. None: weights travel in a way that was set up with the cluster."""
+        environments stay as they are, with what they hold in the token log; all others are started again. None: they
+        cannot stay, or weights travel in a way that was set up with the cluster."""
         if not isinstance(self.config.rollout, RolloutConfig) or self.sync.transport.type not in MOVABLE:
             return None
         kept = {name: self.groups[name] for name in FLEET if name in self.groups}
         try:
             for name in set(self.groups) - set(kept):
                 self.groups[name].close(timeout_s=CLOSE_S)
-            if not self._have_come_to_rest(kept):
-                for group in {**self._kept, **kept}.values():
-                    group.close(timeout_s=CLOSE_S)
-                kept = {}
+            if self._fleet is not None:
+                self._fleet.rest(self.flows.tasks, REST_S)
+            elif kept != self._kept:
+                raise RunError("the engines were not ready yet")
+            for group in kept.values():
+                group.rest().wait(timeout_s=REST_S)
             self.channels.close()
         except RillError as error:
             log.warning("the cluster is started again too: %s", str(error).splitlines()[0])
             return None
         session = self._session + 1
         return Launcher(self.config, self.folder, self._observers, self.cluster, session=session, kept=kept)
-
-    def _have_come_to_rest(self, kept: Mapping[str, WorkerGroup[Any]]) -> bool:
-        """Whether engines and environments are ready for the next session; if not, they are started anew."""
-        try:
-            if self._fleet is not None:
-                self._fleet.rest(self.flows.tasks, REST_S)
-            elif kept != self._kept:
-                raise RunError("they were not ready yet")
-            for group in kept.values():
-                group.rest().wait(timeout_s=REST_S)
-        except RillError as error:
-            log.warning("the engines are started again too: %s", str(error).splitlines()[0])
-            return False
-        return True
 
     def _move(self, name: str, placement: str) -> None:
         self.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
