@@ -102,14 +102,16 @@ class PublishingWorker(Worker):
 
 
 class Engines:
-    """The engines of a run, as the publishing rank sees them."""
+    """The engines of a run, as the publishing rank sees them: rill.weights.sync.PullTargets of the rollout group, with
+    the ranks that it has at the moment."""
 
     def __init__(
         self, publisher: Publisher, rollout: WorkerGroup[Any], timeout_s: float, interrupt: bool
     ) -> None:
         self._publisher = publisher
-        self._group = EngineGroup(rollout, interrupt)
-        self._sync = WeightSync(publisher, self._group, timeout_s=timeout_s)
+        self._rollout = rollout
+        self._interrupt = interrupt
+        self._sync = WeightSync(publisher, self, timeout_s=timeout_s)
         self._manifest: SealedManifest | None = None
         self._lock = threading.Lock()
         """An engine may be brought back while the trainer waits for samples, or publishes."""
@@ -129,9 +131,9 @@ class Engines:
 
     def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:
         with self._lock:
-            self._group.rollout = rollout
+            self._rollout = rollout
             if self._manifest is not None:
-                self._sync.catch_up(self._group.name_of(rank), self.manifest_for_one())
+                self._sync.catch_up(self._name_of(rank), self.manifest_for_one())
 
     def manifest_for_one(self) -> SealedManifest:
         manifest = self._manifest
@@ -140,27 +142,19 @@ class Engines:
             return manifest
         return manifest.with_content(self._publisher.for_one(manifest.open()))
 
-
-class EngineGroup:
-    """rill.weights.sync.PullTargets: the rollout group, with the ranks that it has at the moment."""
-
-    def __init__(self, rollout: WorkerGroup[Any], interrupt: bool) -> None:
-        self.rollout = rollout
-        self._interrupt = interrupt
-
     @property
     def names(self) -> Sequence[str]:
-        return [self.name_of(rank) for rank in self.rollout.ranks]
-
-    def name_of(self, rank: int) -> str:
-        return f"{self.rollout.name}[{rank}]"
+        return [self._name_of(rank) for rank in self._rollout.ranks]
 
     def pull(self, names: Sequence[str], manifest: SealedManifest) -> GroupPulls:
-        wanted = {rank: name for rank in self.rollout.ranks if (name := self.name_of(rank)) in names}
+        wanted = {rank: name for rank in self._rollout.ranks if (name := self._name_of(rank)) in names}
         if not wanted:
             return GroupPulls([], None)
-        handle = self.rollout.on(*wanted).update(manifest, self._interrupt)
+        handle = self._rollout.on(*wanted).update(manifest, self._interrupt)
         return GroupPulls(list(wanted.values()), handle)
+
+    def _name_of(self, rank: int) -> str:
+        return f"{self._rollout.name}[{rank}]"
 
 
 class GroupPulls:
