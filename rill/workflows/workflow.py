@@ -119,8 +119,7 @@ class Workflow(ABC):
                 controller,
                 checkpoints,
                 [*self.observers, lambda report: steering.observe(report)],
-                eval_every=config.eval.every,
-                has_evals=bool(launch.evals),
+                eval_every=config.eval.every if launch.evals else None,
             )
             steering = Steering(launch, loop, self.rollout, self.actor, pilot)
             loop.restore()
