@@ -8,6 +8,11 @@ the plan found runs for some steps. `asynchronous` is the split plan one step ah
 step, predicted (synchronous plans were tried with the profile), by the model alone, simulated, and real (the median,
 without the first steps); then one a workload: the median error, whether the modes come in the right order, and how auto
 compares with the best and the worst. Needs a quiet machine with as many free cores as slots.
+
+    python benchmarks/plan_prediction.py --workloads h200 --steps 4 --rounds 1
+
+predicts the step of benchmarks/grpo_step_h200.py (a 1.5B model, 32 prompts × 16 samples) on one GPU that engine and
+trainer share. On one device there is one plan.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rill.config.files import RecipeValues, with_overrides
 from rill.config.resolve import dump_config, resolve
@@ -46,7 +53,27 @@ TAIL = {
 }
 
 
+def one_gpu(args: argparse.Namespace) -> RecipeValues:
+    """The recipe of benchmarks/grpo_step_h200.py, an eighth of its batch; every step has the long tail."""
+    from grpo_step_h200 import SHAPE, SMALL, recipe, save_random_model
+
+    is_cuda = torch.cuda.is_available()
+    model = Path(tempfile.gettempdir()) / "plan-prediction-model"
+    if not model.exists():
+        save_random_model(model, SHAPE if is_cuda else SMALL, "cuda" if is_cuda else "cpu")
+    settings = argparse.Namespace(
+        sequences=512, max_tokens=1024 if is_cuda else 64, median=384 if is_cuda else 16, sigma=0.7, micro=8192,
+        tree_packing=False, no_compile=False, group_size=16, groups=32, steps=args.steps - 1, timeout=230.0,
+        resident=True,
+    )  # fmt: skip
+    values = recipe(settings, model)
+    values["rollout"]["env"]["warmup_groups"] = 0
+    return with_overrides(values, [], "h200")
+
+
 def workload(name: str, args: argparse.Namespace, lag: int = 0) -> RecipeValues:
+    if name == "h200":
+        return one_gpu(args)
     is_ppo = name == "ppo"
     shape = {
         "model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -96,7 +123,7 @@ def real_step_s(values: RecipeValues, plan: Plan, root: Path) -> float:
     run = Run.create("measured", root=root, config_toml=dump_config(config))
     with run.running():
         WORKFLOWS.load(config.workflow)(config, run, [observe]).run()
-    return statistics.median(steps[SKIP:])
+    return statistics.median(steps[min(SKIP, len(steps) - 2) :])
 
 
 def start(config: RLConfig, run: Run, pilot: Pilot) -> None:
@@ -117,7 +144,7 @@ def main() -> None:
         devices = devices_of(config)
         profile = measure(config, {}, devices, start=start, num_rounds=args.rounds)
         rows: dict[str, tuple[float, float]] = {}
-        for mode, lag in MODES:
+        for mode, lag in MODES if name != "h200" else (("auto", 0),):
             values = workload(name, args, lag)
             problem = problem_of(resolved(values), {}, profile, devices)
             label = "asynchronous" if lag else mode
@@ -139,6 +166,8 @@ def main() -> None:
                 "real_s": round(real_s, 4), "error": round(plan.step_s / real_s - 1, 4),
             }  # fmt: skip
             print(json.dumps(line), flush=True)
+        if name == "h200":
+            continue
         errors = [abs(predicted / real - 1) for predicted, real in rows.values()]
         auto_s = rows["auto"][1]
         others = {label: real for label, (_, real) in rows.items() if label not in ("auto", "asynchronous")}

@@ -50,6 +50,8 @@ class EngineConfig(Config):
     """Leave the tower of a vision-language model as it is, and train the rest. With lora it is left anyway."""
     tensor_parallel: int = Field(default=1, ge=1)
     context_parallel: int = Field(default=1, ge=1)
+    expert_parallel: int = Field(default=1, ge=1)
+    """So many data ranks divide each layer's experts among them, and tokens travel. Needs a model with experts."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass (ZeRO-3); false keeps them until backward (ZeRO-2)."""
     tree_packing: bool = False
@@ -67,6 +69,13 @@ class EngineConfig(Config):
             )
         if self.lora is not None and self.tensor_parallel > 1:
             raise ValueError("lora with tensor_parallel > 1 is not supported: set tensor_parallel = 1")
+        if self.expert_parallel > 1 and (
+            self.tensor_parallel > 1 or self.context_parallel > 1 or self.lora is not None
+        ):
+            raise ValueError(
+                "expert_parallel > 1 goes with data ranks alone: set tensor_parallel = 1 and context_parallel = 1, and "
+                "no lora"
+            )
         if self.activation_memory_budget < 1.0 and not self.compile:
             raise ValueError(
                 f"activation_memory_budget = {self.activation_memory_budget} is kept by compiled layers: set compile = "

@@ -36,7 +36,7 @@ def export_model(engine: TrainEngine, model: ModelConfig, folder: Path) -> Path:
     weights: dict[str, Tensor] = {}
     for name, tensor in engine.named_weights():
         if is_writer:
-            weights[name] = tensor.detach().cpu().contiguous()
+            weights[name] = alone(tensor.detach().cpu().contiguous())
     if is_writer:
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -66,6 +66,11 @@ def export_model(engine: TrainEngine, model: ModelConfig, folder: Path) -> Path:
         partial.rename(folder)
     engine.world.barrier()
     return folder
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """In memory of its own: rows that do not divide over the ranks are gathered into a longer buffer."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _adapter(engine: TrainEngine) -> list[tuple[str, Tensor]]:

@@ -7,6 +7,8 @@ communicates. Three axes:
     context   ranks of one data rank hold slices of the same row; parameters are sharded over this axis too
     tensor    ranks of one data rank hold slices of the same matrices (DTensor plans from the model's own config)
 
+With `expert_parallel` groups of data ranks divide the experts of a layer among them (rill.training.experts).
+
 Gradients are summed, never averaged, over data and context: the trainer divides once by the global denominator.
 """
 
@@ -24,10 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rill.errors import ConfigError, UnsupportedError
 from rill.models.eager import has_tower
+from rill.training.experts import spread_experts
 
 T = TypeVar("T")
 
@@ -47,8 +50,17 @@ class Rendezvous:
 class World:
     """This process's place in the mesh; without a mesh, one process alone."""
 
-    def __init__(self, mesh: DeviceMesh | None, device: torch.device, *, owns_group: bool = False) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        *,
+        owns_group: bool = False,
+        experts: DeviceMesh | None = None,
+    ) -> None:
         self.mesh = mesh
+        self.experts = experts
+        """The same ranks as "replica" × "expert", where experts are divided among them."""
         self.device = device
         self._owns_group = owns_group
         self._host_group: Any = None
@@ -61,6 +73,7 @@ class World:
         *,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
+        expert_parallel: int = 1,
     ) -> World:
         """Join the ranks of `rendezvous`; without one, use the process group that exists, or be alone."""
         owns_group = False
@@ -81,6 +94,10 @@ class World:
                 f"{world_size} ranks cannot be cut into tensor_parallel {tensor_parallel} × context_parallel "
                 f"{context_parallel}: use a multiple of {unit} ranks or lower one of them"
             )
+        if world_size % expert_parallel:
+            raise ConfigError(
+                f"{world_size} ranks cannot be cut into groups of expert_parallel {expert_parallel}: use a multiple"
+            )
         if world_size == 1:
             return World(None, device, owns_group=owns_group)
         mesh = init_device_mesh(
@@ -88,7 +105,11 @@ class World:
             (world_size // unit, context_parallel, tensor_parallel),
             mesh_dim_names=("data", "context", "tensor"),
         )
-        return World(mesh, device, owns_group=owns_group)
+        experts = None
+        if expert_parallel > 1:
+            shape = (world_size // expert_parallel, expert_parallel)
+            experts = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "expert"))
+        return World(mesh, device, owns_group=owns_group, experts=experts)
 
     @property
     def size(self) -> int:
@@ -185,6 +206,15 @@ def shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
+    if world.experts is not None:
+        for experts in spread_experts(model, world.experts):
+            fully_shard(
+                experts,
+                mesh=world.experts["replica"],
+                mp_policy=policy,
+                reshard_after_forward=reshard,
+                shard_placement_fn=lambda _: Shard(1),
+            )
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -58,6 +58,7 @@ class Trainer:
                 torch.device(device),
                 tensor_parallel=config.tensor_parallel,
                 context_parallel=config.context_parallel,
+                expert_parallel=config.expert_parallel,
             )
             module = self._make_module(config, world.device)
             module.see(config.model, is_frozen=config.freeze_vision or config.lora is not None)

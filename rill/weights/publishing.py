@@ -56,10 +56,12 @@ class PublishingWorker(Worker):
         engines must know, with what they must answer to a canary."""
 
     def meet(self, rollout: WorkerGroup[Any], timeout_s: float, interrupt: bool) -> None:
-        """Called once, on rank 0. `timeout_s`: for an engine to take a version; `interrupt`: what it samples goes on
-        under the new one."""
+        """On rank 0, once, and again when groups have moved. `timeout_s`: for an engine to take a version;
+        `interrupt`: what it samples goes on under the new one."""
         assert self.publisher is not None, "rank 0 publishes"
-        self.engines = Engines(self.publisher, rollout, timeout_s, interrupt)
+        if self.engines is None:
+            self.engines = Engines(self.publisher, rollout, timeout_s, interrupt)
+        self.engines.rollout = rollout
 
     @abstractmethod
     def train(self, source: Any, version: PolicyVersion) -> Mapping[str, float]:
@@ -109,7 +111,7 @@ class Engines:
         self, publisher: Publisher, rollout: WorkerGroup[Any], timeout_s: float, interrupt: bool
     ) -> None:
         self._publisher = publisher
-        self._rollout = rollout
+        self.rollout = rollout
         self._interrupt = interrupt
         self._sync = WeightSync(publisher, self, timeout_s=timeout_s)
         self._manifest: SealedManifest | None = None
@@ -131,7 +133,7 @@ class Engines:
 
     def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:
         with self._lock:
-            self._rollout = rollout
+            self.rollout = rollout
             if self._manifest is not None:
                 self._sync.catch_up(self._name_of(rank), self.manifest_for_one())
 
@@ -144,17 +146,17 @@ class Engines:
 
     @property
     def names(self) -> Sequence[str]:
-        return [self._name_of(rank) for rank in self._rollout.ranks]
+        return [self._name_of(rank) for rank in self.rollout.ranks]
 
     def pull(self, names: Sequence[str], manifest: SealedManifest) -> GroupPulls:
-        wanted = {rank: name for rank in self._rollout.ranks if (name := self._name_of(rank)) in names}
+        wanted = {rank: name for rank in self.rollout.ranks if (name := self._name_of(rank)) in names}
         if not wanted:
             return GroupPulls([], None)
-        handle = self._rollout.on(*wanted).update(manifest, self._interrupt)
+        handle = self.rollout.on(*wanted).update(manifest, self._interrupt)
         return GroupPulls(list(wanted.values()), handle)
 
     def _name_of(self, rank: int) -> str:
-        return f"{self._rollout.name}[{rank}]"
+        return f"{self.rollout.name}[{rank}]"
 
 
 class GroupPulls:

@@ -266,8 +266,7 @@ class Fleet:
         assert self._door is not None, "who joins comes through the door"
         ranks = self._rollout.add(placement=self._door.berth(devices), timeout_s=self._loop.step_timeout_s)
         try:
-            for rank in ranks:
-                answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
+            self.catch_up(ranks)
         except RillError:
             self._rollout.remove(*ranks)
             raise
@@ -298,6 +297,11 @@ class Fleet:
         """Bring every engine to the actor's weights as they are."""
         return self.take_in(answer(self._actor.publish(version), self._loop.step_timeout_s))
 
+    def catch_up(self, ranks: Sequence[int]) -> None:
+        """Bring these engines to what the actor published last."""
+        for rank in ranks:
+            answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
+
     def take_in(self, synced: Synced | None) -> dict[str, float]:
         """How the actor brought new weights to the engines. One that did not come there is started again."""
         assert synced is not None, "the trainer's first rank publishes"
@@ -327,7 +331,7 @@ class Fleet:
 
         def catch_up() -> None:
             if crew is self._engines:
-                answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
+                self.catch_up([rank])
 
         with trace.span("relaunch", lane="loop", worker=name):
             crew.relaunch(rank, first_line, self._loop.step_timeout_s, catch_up)

@@ -174,6 +174,9 @@ class Launcher:
         all where they were if one did not come up. They begin as at launch: what was trained has to be loaded."""
         here = [name for name in self.groups if name in placement]
         moved = [name for name in here if self.devices[name] != self._ids_of(placement[name])]
+        # Engines hold the version that a new trainer publishes first: they begin anew, too.
+        if "actor" in moved:
+            moved = [name for name in here if name in {*moved, "rollout"}]
         if moved and self.sync.transport.type not in MOVABLE:
             raise PlanError(
                 f"weights travel by {self.sync.transport.type}, which was set up for the devices that "

@@ -74,7 +74,10 @@ class Steering(NamedTuple):
             if moved:
                 fleet = self.launch.fleet(self.engines, self.actor)
                 self.loop.flow.fleet = fleet
-                fleet.publish(PolicyVersion(self.loop.step + 1))
+                if self.actor.name in moved:
+                    fleet.publish(PolicyVersion(self.loop.step + 1))
+                elif self.engines.group.name in moved:
+                    fleet.catch_up(self.engines.group.ranks)
             self.loop.flow.rewire(self.loop.flow.config if error else flow)
         if error is not None:
             raise error

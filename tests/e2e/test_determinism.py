@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from rill.errors import RunError
 from rill.journal.checkpoints import step_of, whole_checkpoints
 from rill.planning.traced import read_history
+from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run
 from rill.workflows.config import FlowConfig
 from rill.workflows.loop import StepReport
@@ -21,24 +23,30 @@ TWO_ENGINES = ("cluster.devices=3", "placement.rollout=0-1", "placement.actor=2"
 ADAPTIVE = ("algorithm.kl.coefficient=0.05", "algorithm.kl.controller.type=adaptive")
 
 
-class Mover:
-    """A pilot that puts everybody on one device after the third step."""
+class Mover(NamedTuple):
+    """A pilot that puts groups on other devices after the third step."""
+
+    placement: dict[str, str]
 
     def after_step(self, steering: Steering, report: StepReport) -> None:
         if report.step == 3:
-            steering.switch({"rollout": "1", "actor": "1"}, FlowConfig())
+            steering.switch(self.placement, FlowConfig())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_engines_beside_the_trainer_that_move_to_one_shared_device_give_the_same_weights(
-    whole: Run, tmp_path: Path
+@pytest.mark.parametrize(("rollout", "actor"), [("1", "1"), ("0", "2"), ("0-1", "0")])
+def test_two_engines_beside_the_trainer_that_move_give_the_same_weights(
+    whole: Run, tmp_path: Path, rollout: str, actor: str
 ) -> None:
-    split = start(tmp_path, "split", *EXACT, *TWO_ENGINES, "rollout.env_workers=1", pilot=Mover())
+    """All onto one device; the engines alone; the trainer alone."""
+    mover = Mover({"rollout": rollout, "actor": actor})
+    split = start(tmp_path, "split", *EXACT, *TWO_ENGINES, "rollout.env_workers=1", pilot=mover)
     assert fingerprint(split) == fingerprint(whole)
+    assert not any(row.values.get("sync/relaunches") for row in read_metrics(split.path))
     calls = read_history(split.path)
     assert {(call.group, *turn.devices) for call in calls for turn in call.turns} >= {
-        ("rollout", 0), ("rollout", 1), ("actor", 2), ("actor", 1)
+        ("rollout", 0), ("rollout", 1), ("actor", 2), ("actor", int(actor))
     }  # fmt: skip
     assert json.loads((split.path / "flow.json").read_text())["edges"]
 

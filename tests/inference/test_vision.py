@@ -64,6 +64,25 @@ def test_the_engine_says_what_the_plain_model_says(model_type: str, fast_path: b
         np.testing.assert_allclose(completion.logprobs, best.values.numpy(), atol=2e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_a_gpu_sees_what_the_plain_model_sees(model_type: str) -> None:
+    """Several prompts at once, through captured steps."""
+    reader = reader_of(model_type)
+    prompts = [shown(reader, noise(16, 24, seed=n)) for n in range(5)]
+    engine = NativeEngine(NativeEngine.Config(model=tiny(model_type), device="cuda", num_kv_blocks=64))
+    try:
+        found = engine.generate([asked(f"{n}", *prompt) for n, prompt in enumerate(prompts)])
+    finally:
+        engine.close()
+    model = load_model(tiny(model_type), dtype=torch.float32)
+    for completion, (ids, pictures) in zip(found, prompts, strict=True):
+        whole = np.concatenate([ids, completion.token_ids])
+        with torch.no_grad():
+            wanted = plain_logprobs(model, reader, whole, pictures)[-len(completion.token_ids) :]
+        np.testing.assert_allclose(completion.logprobs, wanted.numpy(), atol=2e-2)
+
+
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_positions_are_those_of_transformers(model_type: str) -> None:
     reader = reader_of(model_type)

@@ -104,6 +104,17 @@ def test_two_sharded_ranks_with_unequal_work_have_the_gradient_of_one_process(tm
     assert_same({n: w.detach().numpy() for n, w in exported.named_parameters()}, results[0]["later"], 0.0)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_rows_that_do_not_divide_over_the_ranks_are_exported_whole(tmp_path: Path) -> None:
+    results = check(tmp_path, 3, {"config": {}, "export": str(tmp_path / "export")})
+
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert_same({n: w.detach().numpy() for n, w in exported.named_parameters()}, results[0]["weights"], 0.0)
+
+
 @pytest.mark.timeout(120)
 def test_sharded_eight_bit_state_is_read_by_one_process(tmp_path: Path) -> None:
     optimizer = {"type": "adamw8bit", "learning_rate": 1e-3}
@@ -125,6 +136,55 @@ def test_context_parallel_ranks_hold_slices_of_one_row(tmp_path: Path) -> None:
     reference = alone(8)["trainer"].logprobs(make_samples(8))
     for found, wanted in zip(results[1]["logprobs"], reference, strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-4)
+
+
+EXPERTS = {
+    "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def with_experts(kind: str) -> dict[str, Any]:
+    return {"shape": {**SHAPE, **EXPERTS[kind], "model_type": kind}}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt_oss", "mixtral"))]
+)
+def test_ranks_that_divide_experts_have_the_gradient_of_one_process(tmp_path: Path, kind: str) -> None:
+    config = {"model": with_experts(kind), "expert_parallel": 2, "activation_checkpointing": "full"}
+    # Rank 1 has idle packs to run while rank 0 is at its second and third.
+    results = check(tmp_path, 2, {"first": 7, "config": {**config, "micro_batch_tokens": 40}})
+    assert_same(results[0]["weights"], results[1]["weights"], 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_two_groups_of_ranks_that_divide_experts_save_and_export_what_one_process_reads(
+    tmp_path: Path,
+) -> None:
+    model, save = with_experts("qwen3_moe"), tmp_path / "checkpoints"
+    arguments = {
+        "config": {"model": model, "expert_parallel": 2},
+        "export": str(tmp_path / "export"),
+        "save": str(save),
+    }
+    results = check(tmp_path, 4, arguments)
+    t = trainer(model=model)
+    assert t.load(save) == 1
+    assert_same({n: w.numpy() for n, w in t.named_weights()}, results[0]["weights"], 0.0)
+
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert_same({n: w.detach().numpy() for n, w in exported.named_parameters()}, results[3]["later"], 0.0)
+
+
+def test_experts_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ValueError, match="data ranks alone"):
+        config(expert_parallel=2, tensor_parallel=2)
 
 
 @pytest.mark.timeout(120)
