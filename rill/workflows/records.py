@@ -1,9 +1,10 @@
-"""The small records that pass between the controller and the workers around it. None of them holds a finished sample.
+"""The small records that pass between the controller and the workers around it, and the channels that they pass.
 
     controller ── Task ──▶ episodes ── Outcome ──▶ controller ── Chunk ──▶ every stage, every rank
                               └───── Sample ── (samples channel, by key) ──────▲
 
-A task and an outcome are one group each; a chunk is a part of a batch. None of them reaches the driver.
+A task and an outcome are one group each; a chunk is a part of a batch. None of them holds a finished sample, and none
+reaches the driver.
 """
 
 from __future__ import annotations
