@@ -34,10 +34,7 @@ STREAMS = ("rollout", "env")
 """Groups whose items come out one by one. A profile's `streams` can be edited."""
 CHUNK = "chunk"
 """The span that an edge leaves for every chunk (rill.workflows.edges)."""
-PUBLISH = ("publish", "train_and_publish")
-"""Calls that bring weights to the engines."""
-CALLS = "calls"
-"""What a rank waits for that has called others: they work for it."""
+PUBLISH = "publish"
 MAX_KEPT = 4000
 """Records that a run folder keeps: the newest."""
 
@@ -162,12 +159,12 @@ def busy_s(call: CallRecord) -> float:
     """Seconds in which the rank worked: without what it waited for and swapped. An engine works on many items at once
     and waits for more meanwhile: it is busy while it has its devices."""
     lasted_s = call.ended_s - call.started_s
+    if call.method == PUBLISH:
+        return lasted_s
     if call.group in STREAMS:
         held_s = sum(turn.ended_s - turn.started_s for turn in call.turns)
         return max(0.0, held_s - call.onload_s) if call.turns else lasted_s
-    return max(
-        0.0, lasted_s - call.onload_s - sum(waited for on, waited in call.waits_s.items() if on != CALLS)
-    )
+    return max(0.0, lasted_s - call.onload_s - sum(call.waits_s.values()))
 
 
 # --- the graph --------------------------------------------------------------------------------------------
@@ -189,7 +186,7 @@ def graph_of(records: Sequence[CallRecord], *, batch: int, folded: Mapping[str, 
             for target in targets:
                 if source in held and source != target:
                     edges[source, target] = edges.get((source, target), 0.0) + size
-    trains = next((c.group for c in calls if c.method in PUBLISH and c.group in held), None)
+    trains = next((c.group for c in calls if c.method == PUBLISH and c.group in held), None)
     syncs = [Sync(source=trains, target=name) for name in held if name == STREAMS[0] and trains]
     return Graph(
         nodes=tuple(Node(name=name, devices=tuple(sorted(ids))) for name, ids in held.items()),
@@ -262,7 +259,7 @@ def work_of_step(
         for call in _renamed(calls, folded or {})
         if step.began_s <= (call.started_s + call.ended_s) / 2 <= step.ended_s
         and call.group not in _ADMIT
-        and (call.took or call.method in PUBLISH)
+        and (call.took or call.method == PUBLISH)
     ]
     items = _num_items(inside)
     by_rank: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))

@@ -9,7 +9,6 @@ failed, starts it again (rill.workflows.fleet) and asks for `catch_up`.
 from __future__ import annotations
 
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,15 +32,6 @@ class Synced(NamedTuple):
     """Engines that did not come to the version, with the reason."""
 
 
-class Trained(NamedTuple):
-    """What a rank has to say of a step that is applied and published."""
-
-    metrics: Mapping[str, float]
-    synced: Synced | None
-    """How the new weights reached the engines: rank 0's."""
-    sync_s: float
-
-
 class PublishingWorker(Worker):
     """A group whose first rank publishes weights and holds the line to the engines. All ranks gather."""
 
@@ -62,17 +52,6 @@ class PublishingWorker(Worker):
         if self.engines is None:
             self.engines = Engines(self.publisher, rollout, timeout_s, interrupt)
         self.engines.rollout = rollout
-
-    @abstractmethod
-    def train(self, source: Any, version: PolicyVersion) -> Mapping[str, float]:
-        """One step from `version`, on what comes out of `source`."""
-
-    def train_and_publish(self, source: Any, version: PolicyVersion) -> Trained:
-        """In one call, where the driver has nothing to do in between."""
-        metrics = self.train(source, version)
-        began_s = time.monotonic()
-        synced = self.publish(PolicyVersion(version + 1))
-        return Trained(metrics, synced, time.monotonic() - began_s)
 
     def publish(self, version: PolicyVersion) -> Synced | None:
         """Bring the engines to the weights as they are, once those that were lost are back (the driver sees to it)."""

@@ -22,12 +22,21 @@ from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.types import PolicyVersion
-from rill.weights.publishing import Trained
+from rill.weights.publishing import Synced
 from rill.workflows.config import FlowConfig, LoopConfig
 from rill.workflows.controller import Batch, Controller
 from rill.workflows.edges import Edge
 from rill.workflows.fleet import Engines, Fleet, answer
 from rill.workflows.records import Channels, Flows, Sealed
+
+
+class TrainedStep(NamedTuple):
+    """A step that is applied."""
+
+    metrics: Mapping[str, float]
+    synced: Synced
+    """How the new weights reached the engines."""
+    sync_s: float
 
 
 class Stream(NamedTuple):
@@ -98,9 +107,7 @@ class Flow:
         """Train on the batch, then bring the engines to version + 1: they pull, flush their caches and prove that they
         compute what the trainer computes."""
         edge, _ = self._edge(group, batch, "train")
-        # Engines that run ahead may be lost while it trains: they are back before it publishes.
-        method = "train" if self._loop.max_lag > 0 else "train_and_publish"
-        self._trainer, self._update = group, group.call(method, edge, self.version)
+        self._trainer, self._update = group, group.train(edge, self.version)
 
     # --- the loop's ---------------------------------------------------------------------------------------
 
@@ -132,21 +139,18 @@ class Flow:
             self.fleet.end_epoch()
         return batch
 
-    def end(self, poll_s: float) -> Trained:
+    def end(self, poll_s: float) -> TrainedStep:
         """Wait for the step to be applied and the engines to be brought to it; metrics of all its calls together, each
-        the mean of the group's ranks."""
+        the mean of the group's ranks. Publishing is a call of its own: an engine that is lost meanwhile is back before,
+        and a broadcast never waits for the dead."""
         assert self._update is not None, "a step updates the policy"
         metrics: dict[str, float] = {}
-        for call in self._calls:
+        for call in (*self._calls, self._update):
             metrics |= mean_of([row for row in self._results(call, poll_s) if row])
-        rows = self._results(self._update, poll_s)
-        if self._loop.max_lag == 0:
-            first: Trained = rows[0]
-            return first._replace(metrics=metrics | mean_of([each.metrics for each in rows]))
-        began_s = time.monotonic()
+        trained_s = time.monotonic()
         publishing = self._trainer.publish(PolicyVersion(self.version + 1))
-        synced = answer(publishing, self._loop.step_timeout_s)
-        return Trained(metrics | mean_of(rows), synced, time.monotonic() - began_s)
+        synced: Synced = answer(publishing, self._loop.step_timeout_s)
+        return TrainedStep(metrics, synced, time.monotonic() - trained_s)
 
     def _results(self, call: Handle, poll_s: float) -> list[Any]:
         """Of every rank. Engines that run ahead are looked after meanwhile: one that is lost is back, with the weights

@@ -45,10 +45,9 @@ def grpo_step(at: float, *, ranks: int = 1, items: int = 8) -> list[CallRecord]:
     for rank in range(ranks):
         calls += [
             call("rollout.generate", "tasks", "samples outcomes", at=at, lasts=4.0, rank=rank, items=items),
-            call("actor.train_and_publish", "samples", at=at + 4, lasts=3.5 - 0.5 * rank, rank=rank,
-                 waits_s={"channel:samples": 1.0, "calls": 0.5 - 0.5 * rank}),
-        ]  # fmt: skip
-    return calls
+            call("actor.train", "samples", at=at + 4, lasts=3.0, rank=rank, waits_s={"channel:samples": 1.0}),
+        ]
+    return [*calls, call("actor.publish", at=at + 8, lasts=0.5)]
 
 
 def test_who_takes_what_another_put_is_fed_by_it_and_the_controller_is_no_worker() -> None:
