@@ -30,15 +30,16 @@ import torch
 from rill.config.files import RecipeValues, with_overrides
 from rill.config.resolve import dump_config, resolve
 from rill.errors import PlanError
+from rill.planning.pilot import Pilot
 from rill.planning.plan import Plan, choose
 from rill.planning.price import price
+from rill.planning.profiler import measure
+from rill.planning.recipe import devices_of, problem_of, put_into
 from rill.planning.search import Mode
 from rill.planning.simulator import simulate
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
 from rill.workflows.loop import StepReport
-from rill.workflows.plans.profiling import measure
-from rill.workflows.plans.recipe import devices_of, problem_of, put_into
 from rill.workflows.rl_config import RLConfig
 
 SKIP = 3
@@ -125,6 +126,10 @@ def real_step_s(values: RecipeValues, plan: Plan, root: Path) -> float:
     return statistics.median(steps[min(SKIP, len(steps) - 2) :])
 
 
+def start(config: RLConfig, run: Run, pilot: Pilot) -> None:
+    WORKFLOWS.load(config.workflow)(config, run, ()).run(pilot=pilot)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
@@ -137,7 +142,7 @@ def main() -> None:
         values = workload(name, args)
         config = resolved(values)
         devices = devices_of(config)
-        profile = measure(config, {}, devices, num_rounds=args.rounds)
+        profile = measure(config, {}, devices, start=start, num_rounds=args.rounds)
         rows: dict[str, tuple[float, float]] = {}
         for mode, lag in MODES if name != "h200" else (("auto", 0),):
             values = workload(name, args, lag)

@@ -54,7 +54,10 @@ SEES_ONLY = {
 }
 """Rooms that know less than their level allows: mathematics, moving objects between workers, planning."""
 
-PURE_LIBRARIES = {"rill.algorithms": {"torch", "numpy", "pydantic"}, "rill.planning": {"numpy", "msgspec"}}
+PURE_LIBRARIES = {
+    "rill.algorithms": {"torch", "numpy", "pydantic"},
+    "rill.planning": {"numpy", "msgspec", "pydantic"},
+}
 """Packages that may use no library but these."""
 
 NO_TORCH = ("rill.planning",)

@@ -96,8 +96,7 @@ class AdaptiveKL(FixedKL):
 
 
 KL_CONTROLLERS = Registry(
-    "KL controller",
-    {"fixed": "rill.algorithms.kl:FixedKL", "adaptive": "rill.algorithms.kl:AdaptiveKL"},
+    "KL controller", {"fixed": "rill.algorithms.kl:FixedKL", "adaptive": "rill.algorithms.kl:AdaptiveKL"}
 )
 
 

@@ -40,17 +40,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "filters": {"drop_equal_rewards": True},
     },
     # arXiv 2402.14740
-    "rloo": {
-        "advantage": {"type": "rloo"},
-        "loss": {"type": "reinforce"},
-        "aggregation": "token-mean",
-    },
+    "rloo": {"advantage": {"type": "rloo"}, "loss": {"type": "reinforce"}, "aggregation": "token-mean"},
     # arXiv 2310.10505
-    "remax": {
-        "advantage": {"type": "remax"},
-        "loss": {"type": "reinforce"},
-        "aggregation": "token-mean",
-    },
+    "remax": {"advantage": {"type": "remax"}, "loss": {"type": "reinforce"}, "aggregation": "token-mean"},
     # arXiv 2505.23585: strictly on-policy
     "opo": {"advantage": {"type": "opo"}, "loss": {"type": "reinforce"}, "aggregation": "token-mean"},
     "pass_at_k": {"advantage": {"type": "pass_at_k"}, "loss": _CLIP, "aggregation": "token-mean"},

@@ -65,8 +65,8 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
       rill config check recipes/mine.toml
     """
     loaded, resolved = load_and_resolve(recipe, overrides)
+    from rill.cli.preflight import preflight
     from rill.workflows.config import RecipeConfig
-    from rill.workflows.preflight import preflight
 
     if isinstance(resolved, RecipeConfig):
         for note in preflight(resolved):

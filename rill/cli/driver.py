@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from rill.cli.console import say
+from rill.cli.preflight import training_card
 from rill.cli.progress import Progress, Screen, curve_lines, history_of
 from rill.cli.stall import StallWatch
 from rill.dashboard.pages import account_of
@@ -41,7 +42,6 @@ from rill.telemetry.sinks.base import RunInfo, build_sinks
 from rill.workflows import WORKFLOWS
 from rill.workflows.config import RecipeConfig
 from rill.workflows.loop import StepReport
-from rill.workflows.preflight import training_card
 
 SAME_WISH_S = 2.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

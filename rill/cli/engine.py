@@ -8,6 +8,7 @@ import typer
 
 from rill.cli.arguments import RUNS, Root, RunName
 from rill.cli.console import say
+from rill.telemetry.requests import ask
 from rill.telemetry.run import Run
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -42,8 +43,6 @@ def join(
     Example:
       rill engine join demo --devices 2-3
     """
-    from rill.workflows.elastic import ask
-
     say(ask(Run.open(run, root=root), devices=devices, timeout_s=timeout_s))
 
 
@@ -60,6 +59,4 @@ def leave(
     Example:
       rill engine leave demo 1
     """
-    from rill.workflows.elastic import ask
-
     say(ask(Run.open(run, root=root), leaving=rank, timeout_s=timeout_s))

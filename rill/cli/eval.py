@@ -49,10 +49,10 @@ def evaluate(
         from rich.console import Console
         from rich.progress import Progress
 
+        from rill.cli.scoring import ScoringConfig, score
         from rill.telemetry.evaluations import costs_of, next_path, rewards_of, save
         from rill.telemetry.metrics import read_metrics
         from rill.workflows.evaluation import summarise_rewards
-        from rill.workflows.scoring import ScoringConfig, score
     config = resolve(ScoringConfig, given.values, given.provenance)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -21,9 +21,22 @@ from rill.errors import PlanError, UserError
 from rill.planning.cost import Pin, Problem
 from rill.planning.graph import Graph
 from rill.planning.picture import draw
+from rill.planning.pilot import Pilot
 from rill.planning.plan import Plan, parse_ids
 from rill.planning.plan import choose as choose_plan
 from rill.planning.profile import Profile, merge_all
+from rill.planning.profiler import find_profile
+from rill.planning.recipe import (
+    check_follows,
+    devices_of,
+    devices_on_paper,
+    identity_of,
+    leave_in,
+    problem_of,
+    profile_of,
+    put_into,
+    words,
+)
 from rill.planning.search import Found, Mode
 from rill.telemetry.run import RUNS_FOLDER, Run
 
@@ -184,9 +197,6 @@ def of_recipe(
     is_quiet: bool = False,
 ) -> Question:
     """Of a recipe: with the given profile, else that of its run, else what is stored or measured now."""
-    from rill.workflows.plans.profiling import find_profile
-    from rill.workflows.plans.recipe import devices_of, devices_on_paper, identity_of, problem_of, profile_of
-
     config = rl_config(values)
     asked = devices_on_paper(num_devices) if num_devices is not None else None
     devices = asked if asked and used is not None else devices_of(config)
@@ -199,8 +209,8 @@ def of_recipe(
         used = profile_of(run, config, devices)
     else:
         used = find_profile(
-            config, values.provenance, devices, root=root, num_rounds=num_rounds, is_fresh=is_fresh,
-            say=(lambda _: None) if is_quiet else say,
+            config, values.provenance, devices, root=root, start=_start, num_rounds=num_rounds,
+            is_fresh=is_fresh, say=(lambda _: None) if is_quiet else say,
         )  # fmt: skip
     problem = problem_of(config, values.provenance if run is None else {}, used, asked or devices)
     if config.sft.steps and run is None:
@@ -210,8 +220,6 @@ def of_recipe(
 
 def choose(plan: str, values: RecipeValues, *, root: Path) -> Chosen:
     """Write a plan into a recipe's values: of a file, or the best of a mode; why is said."""
-    from rill.workflows.plans.recipe import check_follows, put_into, words
-
     config = rl_config(values)
     if plan in tuple(Mode):
         question = of_recipe(values, root=root)
@@ -241,11 +249,15 @@ class Chosen:
 
     def leave_in(self, folder: Path) -> None:
         """Its files, beside the run's others: with the profile it rests on, the run replans."""
-        from rill.workflows.plans.recipe import leave_in
-
         problem = self.question.problem if self.question else None
         profile = self.question.profile if self.question else None
         leave_in(folder, self.plan, problem=problem, found=self.found, profile=profile)
+
+
+def _start(config: RLConfig, run: Run, pilot: Pilot) -> None:
+    from rill.workflows import WORKFLOWS
+
+    WORKFLOWS.load(config.workflow)(config, run, ()).run(pilot=pilot)
 
 
 def rl_config(values: RecipeValues) -> RLConfig:

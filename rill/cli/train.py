@@ -123,9 +123,9 @@ def _checked(values: RecipeValues) -> RecipeConfig:
     for note in values.dropped:
         say(f"note: {note}")
     with waiting("loading"):
+        from rill.cli.preflight import preflight
         from rill.workflows import recipe_schema
         from rill.workflows.config import RecipeConfig
-        from rill.workflows.preflight import preflight
 
         config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
         remember(config)

@@ -29,7 +29,7 @@ from rill.types import StopReason
 
 
 class LoggedEngine:
-    """rill.workflows.policy.Asked."""
+    """rill.inference.policy.Asked."""
 
     def __init__(self, gate: EngineGate, log: TokenLog, *, delay_s: float, decode: Decode) -> None:
         self._gate = gate

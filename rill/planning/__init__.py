@@ -6,7 +6,9 @@
     search     the best plan, exactly          RLinf's Algorithm 1 over frontiers
     plan       the file a run follows
     simulator  the same plan, event by event   8 to 100,000 devices, failures, stragglers
-    replan     is another plan worth a switch?
+    recipe     what a recipe leaves open, and what a plan writes into it
+    profiler   a recipe, measured              one short run on all devices, then on fewer
+    replan     is another plan worth a switch? while the run goes on
 
 Nothing here imports torch or knows a cluster.
 """

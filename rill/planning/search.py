@@ -485,10 +485,7 @@ class _Search:
                 (0.0, 0.0) if part >> i & 1 else (self._least[i].latency_s, self._least[i].batch_s)
             )
             chain, with_batch = so_far[i]
-            best = (
-                max(best[0], chain + chunk_s),
-                max(best[1], with_batch + chunk_s, chain + batch_s),
-            )
+            best = (max(best[0], chain + chunk_s), max(best[1], with_batch + chunk_s, chain + batch_s))
         return best
 
     def _least_of(self, node: int) -> _Least:

@@ -73,11 +73,7 @@ class Batcher:
             yield MicroBatch(pack=self.pack([sequences[i] for i in indices] or [_IDLE]), indices=indices)
 
     def _plan(
-        self,
-        sequences: Sequence[PackSequence],
-        units: Sequence[Sequence[int]] | None,
-        *,
-        at_least: int = 1,
+        self, sequences: Sequence[PackSequence], units: Sequence[Sequence[int]] | None, *, at_least: int = 1
     ) -> list[list[int]]:
         budget = self.micro_batch_tokens
         if units is None and self.share_prefixes:
@@ -98,11 +94,7 @@ class Batcher:
             pad_to_multiple=_CUDA_ROW_MULTIPLE if self.world.device.type == "cuda" else 1,
         )
 
-    def per_token(
-        self,
-        sequences: Sequence[PackSequence],
-        compute: Callable[[Pack], Tensor],
-    ) -> list[Floats]:
+    def per_token(self, sequences: Sequence[PackSequence], compute: Callable[[Pack], Tensor]) -> list[Floats]:
         """compute(pack) → [K] without gradients; the result of every sequence, 0 where nothing was wanted."""
         (results,) = self.per_token_columns(sequences, lambda pack: (compute(pack),), num_columns=1)
         return results

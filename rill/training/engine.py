@@ -34,15 +34,7 @@ from rill.training.host_memory import keep_freed_memory
 from rill.training.module import LM_PREFIX, PackedModule
 from rill.training.offload import Shelf
 from rill.training.optim import Optimizer
-from rill.training.parallel import (
-    World,
-    apply_tensor_parallel,
-    full,
-    gradient_norm,
-    like,
-    local,
-    shard_model,
-)
+from rill.training.parallel import World, apply_tensor_parallel, full, gradient_norm, like, local, shard_model
 from rill.training.recompute import recompute_layer
 from rill.training.slots import Slot
 from rill.types import PolicyVersion
@@ -135,11 +127,7 @@ class TrainEngine:
                 self._publish_masters()
             self.zero_gradients()
             self._version += 1
-        return {
-            "grad_norm": size,
-            "learning_rate": rate,
-            "skipped_steps": float(self.num_skipped_steps),
-        }
+        return {"grad_norm": size, "learning_rate": rate, "skipped_steps": float(self.num_skipped_steps)}
 
     def pass_over(self, num_steps: int) -> None:
         """Count steps in which nothing was trained."""

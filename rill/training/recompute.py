@@ -25,11 +25,7 @@ _KEEP_OPS = (
 
 def recompute_layer(layer: nn.Module, mode: Literal["selective", "full"]) -> None:
     """Replace the layer's forward. `full` keeps its inputs only; `selective` also matrix products and attention."""
-    from torch.utils.checkpoint import (
-        CheckpointPolicy,
-        checkpoint,
-        create_selective_checkpoint_contexts,
-    )
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
     def keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = op.name().split(".")[0]

@@ -13,11 +13,7 @@ from rill.weights.base import (
 )
 from rill.weights.canary import Canary, CanaryProof, Tolerance
 from rill.weights.manifest import SealedManifest, WeightManifest
-from rill.weights.sync import (
-    Pulled,
-    ThreadedTargets,
-    WeightSync,
-)
+from rill.weights.sync import Pulled, ThreadedTargets, WeightSync
 
 __all__ = [
     "Canary",

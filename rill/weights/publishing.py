@@ -21,7 +21,7 @@ from rill.runtime.worker import Worker, concurrent
 from rill.types import PolicyVersion
 from rill.weights.base import Publisher
 from rill.weights.manifest import SealedManifest
-from rill.weights.sync import Pulled, WeightSync, WeightSyncConfig
+from rill.weights.sync import Pulled, WeightSync
 
 
 class Synced(NamedTuple):
@@ -49,8 +49,9 @@ class PublishingWorker(Worker):
         """On rank 0, once, and again when groups have moved. `timeout_s`: for an engine to take a version;
         `interrupt`: what it samples goes on under the new one."""
         assert self.publisher is not None, "rank 0 publishes"
-        newest = self.engines.newest if self.engines is not None else None
-        self.engines = Engines(self.publisher, rollout, timeout_s, interrupt, newest)
+        if self.engines is None:
+            self.engines = Engines(self.publisher, rollout, timeout_s, interrupt)
+        self.engines.rollout = rollout
 
     def publish(self, version: PolicyVersion) -> Synced | None:
         """Bring the engines to the weights as they are, once those that were lost are back (the driver sees to it)."""
@@ -82,29 +83,23 @@ class PublishingWorker(Worker):
 
 
 class Engines:
-    """The engines of a run, as the publishing rank sees them."""
+    """The engines of a run, as the publishing rank sees them: rill.weights.sync.PullTargets of the rollout group, with
+    the ranks that it has at the moment."""
 
     def __init__(
-        self,
-        publisher: Publisher,
-        rollout: WorkerGroup[Any],
-        timeout_s: float,
-        interrupt: bool,
-        newest: SealedManifest | None,
+        self, publisher: Publisher, rollout: WorkerGroup[Any], timeout_s: float, interrupt: bool
     ) -> None:
         self._publisher = publisher
-        self._group = EngineGroup(rollout, interrupt)
-        # No engine need be in service: the driver starts those that are not again, or ends the run.
-        config = WeightSyncConfig(timeout_s=timeout_s, min_in_service=0)
-        self._sync = WeightSync(publisher, self._group, config)
-        self.newest = newest
-        """What was published last."""
+        self.rollout = rollout
+        self._interrupt = interrupt
+        self._sync = WeightSync(publisher, self, timeout_s=timeout_s)
+        self._manifest: SealedManifest | None = None
         self._lock = threading.Lock()
         """An engine may be brought back while the trainer waits for samples, or publishes."""
 
     def bring_to(self, manifest: SealedManifest) -> Synced:
         with self._lock:
-            self.newest = manifest
+            self._manifest = manifest
             report = self._sync.distribute(manifest)
         metrics = {
             "sync/update_s": report.pull_s,
@@ -117,38 +112,30 @@ class Engines:
 
     def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:
         with self._lock:
-            self._group.rollout = rollout
-            if self.newest is not None:
-                self._sync.catch_up(self._group.name_of(rank), self.manifest_for_one())
+            self.rollout = rollout
+            if self._manifest is not None:
+                self._sync.catch_up(self._name_of(rank), self.manifest_for_one())
 
     def manifest_for_one(self) -> SealedManifest:
-        manifest = self.newest
+        manifest = self._manifest
         assert manifest is not None, "nothing is published before the loop runs"
         if not manifest.is_collective:
             return manifest
         return manifest.with_content(self._publisher.for_one(manifest.open()))
 
-
-class EngineGroup:
-    """rill.weights.sync.PullTargets: the rollout group, with the ranks that it has at the moment."""
-
-    def __init__(self, rollout: WorkerGroup[Any], interrupt: bool) -> None:
-        self.rollout = rollout
-        self._interrupt = interrupt
-
     @property
     def names(self) -> Sequence[str]:
-        return [self.name_of(rank) for rank in self.rollout.ranks]
-
-    def name_of(self, rank: int) -> str:
-        return f"{self.rollout.name}[{rank}]"
+        return [self._name_of(rank) for rank in self.rollout.ranks]
 
     def pull(self, names: Sequence[str], manifest: SealedManifest) -> GroupPulls:
-        wanted = {rank: name for rank in self.rollout.ranks if (name := self.name_of(rank)) in names}
+        wanted = {rank: name for rank in self.rollout.ranks if (name := self._name_of(rank)) in names}
         if not wanted:
             return GroupPulls([], None)
         handle = self.rollout.on(*wanted).update(manifest, self._interrupt)
         return GroupPulls(list(wanted.values()), handle)
+
+    def _name_of(self, rank: int) -> str:
+        return f"{self.rollout.name}[{rank}]"
 
 
 class GroupPulls:

@@ -17,9 +17,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from pydantic import Field
-
-from rill.config import Config
 from rill.errors import RillError, StaleWeightsError, WeightSyncError
 from rill.types import Floats, PolicyVersion, TokenIds
 from rill.weights.base import Publisher
@@ -77,13 +74,6 @@ class PullTargets(Protocol):
         ...
 
 
-class WeightSyncConfig(Config):
-    timeout_s: float = Field(default=300.0, gt=0)
-    """An engine that has not taken the weights by then is out of service until it has."""
-    min_in_service: int = Field(default=1, ge=0)
-    """With fewer engines than this the sync is an error. 0: the run waits for engines to come back."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetState:
     """What is known of one engine."""
@@ -104,27 +94,24 @@ class SyncReport:
     failed: Mapping[str, str]
     """Engines out of service, with the reason."""
     num_bytes: int
-    publish_s: float
     pull_s: float
     canary: Mapping[str, float] = field(default_factory=dict)
     """Mean differences of log-probabilities, in nats, by engine."""
 
 
 class WeightSync:
-    """Tracks the engines of a run.
-
-    `trainer_logprobs`, given with a canary, scores the canary's sequences with the weights just published.
-    """
+    """Tracks the engines of a run."""
 
     def __init__(
         self,
         publisher: Publisher,
         targets: PullTargets,
-        config: WeightSyncConfig | None = None,
         *,
+        timeout_s: float = 300.0,
         canary: Canary | None = None,
     ) -> None:
-        self.config = config or WeightSyncConfig()
+        """`timeout_s`: an engine that has not taken the weights by then is out of service until it has."""
+        self.timeout_s = timeout_s
         self.publisher = publisher
         self.canary = canary
         self._targets = targets
@@ -140,33 +127,35 @@ class WeightSync:
         version: PolicyVersion,
         trainer_logprobs: Callable[[Sequence[TokenIds]], Sequence[Floats]] | None = None,
     ) -> SyncReport:
-        """Publish and bring every engine to `version`. Engines that fail are in the report, not raised."""
-        started = time.perf_counter()
+        """Publish and bring every engine to `version`. Engines that fail are in the report; WeightSyncError: all have.
+        `trainer_logprobs` scores the canary's sequences with the weights just published."""
         manifest = self.publisher.publish(named_tensors, version)
         proof = None
         if trainer_logprobs is not None and self.canary is not None:
             proof = CanaryProof(canary=self.canary, expected=trainer_logprobs(self.canary.sequences))
-        return self.distribute(manifest.seal(proof), publish_s=time.perf_counter() - started)
+        report = self.distribute(manifest.seal(proof))
+        if not report.in_service:
+            reasons = "; ".join(f"{name}: {failure}" for name, failure in report.failed.items())
+            raise WeightSyncError(f"version {version} reached 0 of {len(report.failed)} engines: {reasons}")
+        return report
 
-    def distribute(self, manifest: SealedManifest, *, publish_s: float = 0.0) -> SyncReport:
-        """The second half of sync(), for a manifest that was published elsewhere."""
+    def distribute(self, manifest: SealedManifest) -> SyncReport:
+        """The second half of sync(), for a manifest that was published elsewhere; with no engine left, too."""
         started = time.perf_counter()
         self._follow_targets()
         names = self._idle_engines(manifest)
         pulls = self._targets.pull(names, manifest)
         if manifest.is_collective:
             self._serve(manifest)
-        ended = pulls.ended(max(0.0, self.config.timeout_s - (time.perf_counter() - started)))
+        ended = pulls.ended(max(0.0, self.timeout_s - (time.perf_counter() - started)))
         reports = self._settle(names, pulls, ended, manifest)
         states = self.states()
         failed = {name: state.failure for name, state in states.items() if not state.in_service}
-        self._require_engines(manifest.version, failed)
         return SyncReport(
             version=manifest.version,
             in_service=tuple(name for name in states if name not in failed),
             failed=failed,
             num_bytes=manifest.num_bytes,
-            publish_s=publish_s,
             pull_s=time.perf_counter() - started,
             canary=reports,
         )
@@ -180,7 +169,7 @@ class WeightSync:
             self._states[name] = TargetState(failure="has not pulled yet")
             self._late.pop(name, None)
         pulls = self._targets.pull([name], manifest)
-        self._settle([name], pulls, pulls.ended(self.config.timeout_s), manifest)
+        self._settle([name], pulls, pulls.ended(self.timeout_s), manifest)
         state = self.states()[name]
         if not state.in_service:
             raise WeightSyncError(f"{name} did not come to version {manifest.version}: {state.failure}")
@@ -217,7 +206,7 @@ class WeightSync:
         """Where the trainer moves together with its engines and one of them breaks off, it fails too: they are named
         one by one when their pulls are looked at."""
         try:
-            self.publisher.serve(manifest.open(), self.config.timeout_s)
+            self.publisher.serve(manifest.open(), self.timeout_s)
         except RillError as error:
             logger.warning("serving version %d: %s", manifest.version, error)
 
@@ -234,8 +223,7 @@ class WeightSync:
             pulled = ended.get(name)
             if pulled is None:
                 self._late[name] = pulls
-                limit_s = self.config.timeout_s
-                self._fail(name, f"did not take version {manifest.version} within {limit_s:g} s")
+                self._fail(name, f"did not take version {manifest.version} within {self.timeout_s:g} s")
             elif isinstance(pulled, Exception):
                 self._fail(name, f"{type(pulled).__name__}: {pulled}")
             elif pulled.version != manifest.version:
@@ -253,16 +241,6 @@ class WeightSync:
         logger.warning("engine %s is out of service: %s", name, reason)
         with self._lock:
             self._states[name] = TargetState(version=self._states[name].version, failure=reason)
-
-    def _require_engines(self, version: PolicyVersion, failed: Mapping[str, str]) -> None:
-        num_in_service = len(self._states) - len(failed)
-        if num_in_service >= self.config.min_in_service:
-            return
-        reasons = "; ".join(f"{name}: {failure}" for name, failure in failed.items())
-        raise WeightSyncError(
-            f"version {version} reached {num_in_service} of {len(self._states)} engines, "
-            f"{self.config.min_in_service} are needed: {reasons}"
-        )
 
 
 class PullTarget(Protocol):

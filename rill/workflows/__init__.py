@@ -4,17 +4,17 @@ The room in the order of its story; docs/design.md follows one sample through it
 
     grpo, ppo, embodied, language      the algorithms: their groups, and one step
     sft, preference, supervised        those that learn from rows and not from samples of their own
-    config, rl_config, preflight       the recipe, and what can be seen to go wrong before anything starts
+    config, rl_config                  the recipe
     workflow, launch                   a session: a cluster with all groups; the next one where a trainer is lost
     flow, edges, records               the lines of a step as calls, channels and chunks
     loop, steering                     step after step; what may be changed between two of them
     staleness, controller              which groups are begun, kept, batched
-    episodes, policy                   a task from prompt to outcome
+    episodes                           a task from prompt to outcome
     rollout, env_worker                the processes where engines and environments run
-    fleet, elastic                     engines that are lost, come and go
+    fleet                              engines that are lost, come and go
     scorers, learners, actor           what is added to samples on their way, and what learns from them
-    evaluation, scoring                held-out figures, in a run and outside
-    robots/, plans/                    what an embodied run has of its own; finding, following and changing a plan
+    evaluation                         held-out figures
+    robots/                            what an embodied run has of its own
 """
 
 from __future__ import annotations

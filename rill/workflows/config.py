@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -15,11 +16,11 @@ from rill.data.loader import LoaderConfig
 from rill.envs.base import ENVIRONMENTS
 from rill.inference.base import ENGINES
 from rill.journal.token_log import JournalConfig
+from rill.planning.elastic import ElasticConfig
 from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.telemetry.sinks.base import SINKS
 from rill.types import SamplingParams
 from rill.weights.base import TRANSPORTS
-from rill.workflows.elastic import ElasticConfig
 
 Seats = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
 """Device ids of a group, as rill.runtime.device.placement reads them: "0-3", "all", "0-3:0-7"; a bare 0 is "0"."""
@@ -242,6 +243,10 @@ class ClusterConfig(Config):
     threads: int = Field(0, ge=0)
     """Threads of each worker process. 0: cores divided by the device slots. Sums in other numbers of threads round
     differently: runs on other placements give the same bits only where this is set to the same number."""
+
+    def threads_on(self, num_devices: int) -> int:
+        """Of each worker: sharers of a slot take turns."""
+        return self.threads or max(1, (os.cpu_count() or 1) // max(1, num_devices))
 
 
 class SyncConfig(Config):

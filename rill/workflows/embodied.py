@@ -62,8 +62,7 @@ class Embodied(Workflow):
         starts = [start_of(states[len(states) - 1 - n]) for n in range(min(imitation.demos, len(states)))]
         seen = self.actor.watch(starts).wait(timeout_s=timeout_s)[0]
         launch.warm_up(
-            imitation.steps,
-            lambda count: {**seen, **self.actor.imitate(count).wait(timeout_s=timeout_s)[0]},
+            imitation.steps, lambda count: {**seen, **self.actor.imitate(count).wait(timeout_s=timeout_s)[0]}
         )
         self.actor.end_imitation().wait(timeout_s=timeout_s)
 

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from rill.errors import RequestError
 from rill.inference.base import Completion, Request
+from rill.inference.policy import PolicyClient
 from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.runtime.worker import Worker
 from rill.workflows.episodes import Episodes, EpisodeSettings
-from rill.workflows.policy import Answers, PolicyClient
-from rill.workflows.records import Flows
+from rill.workflows.records import Answers, Flows
 
 
 class Question(NamedTuple):

@@ -18,12 +18,17 @@ def read_prompts(config: EvalSetConfig) -> list[Prompt]:
     return list(prompts_of(open_indexed(config.data, config.split), config.num_prompts))
 
 
+def place_of(name: str) -> str:
+    """What the metrics of a set are called after."""
+    return "eval" if name == HELD_OUT else f"eval/{name}"
+
+
 def summarise_rewards(rows: Sequence[Sequence[float]], name: str = HELD_OUT) -> dict[str, float]:
     """Metrics of an evaluation; one row of rewards to a prompt. An episode that failed has no number: it is counted,
     and is not right."""
     if not rows:
         return {}
-    place = "eval" if name == HELD_OUT else f"eval/{name}"
+    place = place_of(name)
     scored = [reward for row in rows for reward in row if not math.isnan(reward)]
     num_samples = min(len(row) for row in rows)
     metrics = {
@@ -44,7 +49,7 @@ def summarise_tasks(
     rewards: Mapping[int, Sequence[float]], tasks: Sequence[str], name: str = HELD_OUT
 ) -> dict[str, float]:
     """The same by task, where an evaluation has prompts of several. `rewards`: by the prompt's place in `tasks`."""
-    place = "eval" if name == HELD_OUT else f"eval/{name}"
+    place = place_of(name)
     metrics: dict[str, float] = {}
     named = dict.fromkeys(task for task in tasks if task)
     for task in named if len(named) > 1 else ():

@@ -24,19 +24,21 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rill.errors import PeerDiedError, RillError, RunError, UserError, WorkerError, boundary
+from rill.planning.elastic import Scaler
 from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle, Outcome
 from rill.telemetry import trace
+from rill.telemetry.requests import answer_all
 from rill.types import PolicyVersion
 from rill.weights import SealedManifest
 from rill.weights.publishing import PublishingWorker, Synced
 from rill.workflows.config import LoopConfig, SyncConfig
-from rill.workflows.elastic import Door
-from rill.workflows.records import Channels, Flows
+from rill.workflows.records import Channels, Flows, Sealed
 from rill.workflows.rollout import EVERY_EPOCH, LEFT_CODE, RolloutWorker
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,19 @@ class Engines(NamedTuple):
 
     group: WorkerGroup[Any]
     env: WorkerGroup[Any] | None = None
+
+
+class Door(NamedTuple):
+    """Where engines come in and go out: by what people ask of the run (rill.telemetry.requests), or by [elastic]."""
+
+    run_dir: Path
+    berth: Callable[[str], str]
+    """Where engines may join, for the devices that were asked for."""
+    changed: Callable[[], None]
+    """They have joined or left."""
+    scaler: Scaler
+    num_prompts: Callable[[], int]
+    """That wait or are being answered."""
 
 
 class RankCall(NamedTuple):
@@ -161,7 +176,6 @@ class Fleet:
         loop: LoopConfig,
         door: Door | None = None,
     ) -> None:
-        """`door`: where engines may join and leave."""
         self._rollout: WorkerGroup[RolloutWorker] = engines.group
         self._actor = actor
         self._config = sync
@@ -185,7 +199,13 @@ class Fleet:
         answer(actor.on(0).meet(self._rollout, sync.timeout_s, loop.interrupt), sync.timeout_s)
 
     def _crew(self, group: WorkerGroup[Any], method: str, *arguments: Any) -> Crew:
-        return Crew(group, lambda ranks: group.on(*ranks).call(method, *arguments), self._loop.max_relaunches)
+        sealed = [Sealed(argument) for argument in arguments]
+
+        def call(ranks: Sequence[int]) -> Handle:
+            chosen = group if tuple(ranks) == group.ranks else group.on(*ranks)
+            return chosen.call(method, *sealed)
+
+        return Crew(group, call, self._loop.max_relaunches)
 
     def open_epoch(self) -> None:
         self.is_open = True
@@ -194,7 +214,7 @@ class Fleet:
 
     def tend(self) -> None:
         if self.is_open and self._door is not None:
-            self._door.look()
+            self._door.scaler.look(self._door.num_prompts)
             if self._loop.max_lag > 0:
                 self.attend()
         for crew in self._crews:
@@ -235,17 +255,18 @@ class Fleet:
         """Let in and see off engines, as people have asked or [elastic] says; `step`: the newest that is done, where it
         is known. Between two epochs, or in one that only the driver ends: an engine takes part in the epochs that end
         after it was there."""
-        if self._door is not None:
-            self._door.attend(self.join, self.leave)
-            self._door.scale(step, lambda: self._rollout.ranks, self.join, self.leave)
+        if (door := self._door) is not None:
+            answer_all(
+                door.run_dir, lambda r: self.join(r.devices) if r.leaving is None else self.leave(r.leaving)
+            )
+            door.scaler.scale(step, lambda: self._rollout.ranks, self.join, self.leave)
 
     def join(self, devices: str) -> str:
         """More engines, with the weights that the others hold; in the middle of an epoch they take part in it."""
         assert self._door is not None, "who joins comes through the door"
         ranks = self._rollout.add(placement=self._door.berth(devices), timeout_s=self._loop.step_timeout_s)
         try:
-            for rank in ranks:
-                answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
+            self.catch_up(ranks)
         except RillError:
             self._rollout.remove(*ranks)
             raise
@@ -276,9 +297,9 @@ class Fleet:
         """Bring every engine to the actor's weights as they are."""
         return self.take_in(answer(self._actor.publish(version), self._loop.step_timeout_s))
 
-    def catch_up(self) -> None:
-        """Bring every engine to what the actor published last."""
-        for rank in self._rollout.ranks:
+    def catch_up(self, ranks: Sequence[int]) -> None:
+        """Bring these engines to what the actor published last."""
+        for rank in ranks:
             answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
 
     def take_in(self, synced: Synced | None) -> dict[str, float]:
@@ -310,7 +331,7 @@ class Fleet:
 
         def catch_up() -> None:
             if crew is self._engines:
-                answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
+                self.catch_up([rank])
 
         with trace.span("relaunch", lane="loop", worker=name):
             crew.relaunch(rank, first_line, self._loop.step_timeout_s, catch_up)

@@ -27,7 +27,7 @@ from rill.workflows.config import FlowConfig, LoopConfig
 from rill.workflows.controller import Batch, Controller
 from rill.workflows.edges import Edge
 from rill.workflows.fleet import Engines, Fleet, answer
-from rill.workflows.records import Channels, Flows
+from rill.workflows.records import Channels, Flows, Sealed
 
 
 class TrainedStep(NamedTuple):
@@ -70,7 +70,7 @@ class Flow:
         self._take_turns = take_turns
         self._flows = flows
         self._channels = channels
-        self._edges: dict[str, tuple[Edge, Channel]] = {}
+        self._edges: dict[str, tuple[Sealed, Channel]] = {}
         self._num_shares: dict[str, int] = {}
         self._lines: dict[str, tuple[WorkerGroup[Any], Stream]] = {}
         """What each edge was made for."""
@@ -127,7 +127,8 @@ class Flow:
         """Wait for the batch to be full, and for the engines to let go of their devices if this step is an epoch: one
         call of theirs lasts a step when synchronous, otherwise the whole run. Engines are looked after meanwhile."""
         assert self._selected is not None, "a step selects a batch"
-        self.fleet.tend()  # where engines have run ahead, the batch may be full already
+        if self._loop.max_lag > 0:
+            self.fleet.tend()  # the batch may be full already
         while not self._selected.ended(poll_s):
             self.fleet.tend()
             self._raise_failed()
@@ -140,7 +141,8 @@ class Flow:
 
     def end(self, poll_s: float) -> TrainedStep:
         """Wait for the step to be applied and the engines to be brought to it; metrics of all its calls together, each
-        the mean of the group's ranks."""
+        the mean of the group's ranks. Publishing is a call of its own: an engine that is lost meanwhile is back before,
+        and a broadcast never waits for the dead."""
         assert self._update is not None, "a step updates the policy"
         metrics: dict[str, float] = {}
         for call in (*self._calls, self._update):
@@ -165,14 +167,14 @@ class Flow:
                 if outcome is not None and outcome.error is not None:
                     raise outcome.error
 
-    def _edge(self, group: WorkerGroup[Any], batch: Stream, method: str) -> tuple[Edge, Channel]:
+    def _edge(self, group: WorkerGroup[Any], batch: Stream, method: str) -> tuple[Sealed, Channel]:
         name = f"{group.name}.{method}"
         if name not in self._edges:
             self._lines[name] = (group, batch)
             self._edges[name] = (self._connected(name, group, batch), self._channels(f"{name} samples"))
         return self._edges[name]
 
-    def _connected(self, name: str, group: WorkerGroup[Any], batch: Stream) -> Edge:
+    def _connected(self, name: str, group: WorkerGroup[Any], batch: Stream) -> Sealed:
         """An edge that the controller knows of."""
         if group.name not in self._num_shares:
             # Asked before its first line: later it may wait behind that one.
@@ -186,7 +188,7 @@ class Flow:
             is_whole=any(self._take_turns(group.name, other) for other in batch.upstream),
         )
         answer(self._controller.connect(edge), self._loop.step_timeout_s)
-        return edge
+        return Sealed(edge)
 
 
 def mean_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -10,26 +10,26 @@ Groups start side by side; `ready` waits for all. Nothing here knows what they c
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rill.errors import PeerDiedError, PlanError, RillError, RunError
 from rill.journal.checkpoints import whole_checkpoints
+from rill.planning.elastic import Scaler
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CUDA
 from rill.runtime.device.device import Device
 from rill.runtime.device.placement import resolve, seats_on_free_devices
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
+from rill.telemetry.requests import open_requests
 from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
 from rill.workflows.config import ClusterConfig, OnlineConfig, RolloutConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
-from rill.workflows.elastic import Door, Scaler
 from rill.workflows.evaluation import read_prompts
-from rill.workflows.fleet import Engines, Fleet
+from rill.workflows.fleet import Door, Engines, Fleet
 from rill.workflows.loop import Observer, StepReport
 from rill.workflows.records import Channels, Flows
 
@@ -105,6 +105,7 @@ class Launcher:
         self.channels = Channels(cluster, config.loop.step_timeout_s, suffix)
         self.flows = Flows.of(self.channels)
         self._observers = observers
+        self._threads = config.cluster.threads_on(len(cluster.devices))
         self._starting: list[WorkerGroup[Any]] = []
         self.is_ready = False
         """Whether everything that was started has been."""
@@ -130,7 +131,7 @@ class Launcher:
         placement = getattr(self.config.placement, name)
         self.devices[name] = self._ids_of(placement)
         group = worker.launch_async(
-            self.cluster, name=name, placement=placement, threads=self.threads, **init_kwargs
+            self.cluster, name=name, placement=placement, threads=self._threads, **init_kwargs
         )
         self._begin(group)
         if is_trained:
@@ -173,9 +174,8 @@ class Launcher:
         all where they were if one did not come up. They begin as at launch: what was trained has to be loaded."""
         here = [name for name in self.groups if name in placement]
         moved = [name for name in here if self.devices[name] != self._ids_of(placement[name])]
-        if (
-            "actor" in moved
-        ):  # engines hold the version that its successor publishes first: they begin anew, too
+        # Engines hold the version that a new trainer publishes first: they begin anew, too.
+        if "actor" in moved:
             moved = [name for name in here if name in {*moved, "rollout"}]
         if moved and self.sync.transport.type not in MOVABLE:
             raise PlanError(
@@ -229,38 +229,26 @@ class Launcher:
 
     def again(self) -> Launcher | None:
         """For the next session in this cluster, once a process is lost that cannot be replaced alone: engines and
-        environments stay as they are where they can, with what they hold in the token log; all others are started
-        again. None: weights travel in a way that was set up with the cluster."""
+        environments stay as they are, with what they hold in the token log; all others are started again. None: they
+        cannot stay, or weights travel in a way that was set up with the cluster."""
         if not isinstance(self.config.rollout, RolloutConfig) or self.sync.transport.type not in MOVABLE:
             return None
         kept = {name: self.groups[name] for name in FLEET if name in self.groups}
         try:
             for name in set(self.groups) - set(kept):
                 self.groups[name].close(timeout_s=CLOSE_S)
-            if not self._have_come_to_rest(kept):
-                for group in {**self._kept, **kept}.values():
-                    group.close(timeout_s=CLOSE_S)
-                kept = {}
+            if self._fleet is not None:
+                self._fleet.rest(self.flows.tasks, REST_S)
+            elif kept != self._kept:
+                raise RunError("the engines were not ready yet")
+            for group in kept.values():
+                group.rest().wait(timeout_s=REST_S)
             self.channels.close()
         except RillError as error:
             log.warning("the cluster is started again too: %s", str(error).splitlines()[0])
             return None
         session = self._session + 1
         return Launcher(self.config, self.folder, self._observers, self.cluster, session=session, kept=kept)
-
-    def _have_come_to_rest(self, kept: Mapping[str, WorkerGroup[Any]]) -> bool:
-        """Whether engines and environments are ready for the next session; if not, they are started anew."""
-        try:
-            if self._fleet is not None:
-                self._fleet.rest(self.flows.tasks, REST_S)
-            elif kept != self._kept:
-                raise RunError("they were not ready yet")
-            for group in kept.values():
-                group.rest().wait(timeout_s=REST_S)
-        except RillError as error:
-            log.warning("the engines are started again too: %s", str(error).splitlines()[0])
-            return False
-        return True
 
     def _move(self, name: str, placement: str) -> None:
         self.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
@@ -285,6 +273,7 @@ class Launcher:
         return group
 
     def fleet(self, engines: Engines, actor: WorkerGroup[Any]) -> Fleet:
+        open_requests(self.folder.path)
         door = Door(
             self.folder.path, self._berth, self._reseat, Scaler(self.config.elastic), self._num_prompts
         )
@@ -338,10 +327,6 @@ class Launcher:
     def run_dir(self) -> str:
         return str(self.folder.path.resolve())
 
-    @property
-    def threads(self) -> int:
-        return threads_of(self.config.cluster, len(self.cluster.devices))
-
 
 def open_cluster(config: ClusterConfig, run: Run, preload: Sequence[str] = PRELOAD) -> Cluster:
     devices = config.devices or "auto"
@@ -351,12 +336,7 @@ def open_cluster(config: ClusterConfig, run: Run, preload: Sequence[str] = PRELO
 
 
 def routed(
-    sync: SyncConfig,
-    devices: Sequence[Device],
-    *,
-    actor: str,
-    pulling: Iterable[str],
-    stay_on_gpu: bool,
+    sync: SyncConfig, devices: Sequence[Device], *, actor: str, pulling: Iterable[str], stay_on_gpu: bool
 ) -> SyncConfig:
     """`sync` with the transport that the placement asks for, where the recipe leaves it open.
 
@@ -373,8 +353,3 @@ def routed(
     )
     log.info("weights travel by %s", transport.type)
     return sync.model_copy(update={"transport": transport})
-
-
-def threads_of(config: ClusterConfig, num_devices: int) -> int:
-    """Threads of each worker: the cores divided among the device slots, since sharers of a slot take turns."""
-    return config.threads or max(1, (os.cpu_count() or 1) // max(1, num_devices))

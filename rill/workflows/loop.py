@@ -62,9 +62,9 @@ class Loop:
         checkpoints: RunCheckpoints,
         observers: Sequence[Observer],
         *,
-        eval_every: int = 0,
-        has_evals: bool = False,
+        eval_every: int | None = None,
     ) -> None:
+        """`eval_every`: steps; 0: before the first and after the last; None: there is nothing to evaluate on."""
         self.config = config
         self.flow = flow
         self.step = 0
@@ -76,7 +76,6 @@ class Loop:
         self.checkpoints = checkpoints
         self._observers = observers
         self._eval_every = eval_every
-        self._has_evals = has_evals
 
     def restore(self) -> None:
         """Load the newest whole checkpoint, if there is one."""
@@ -141,8 +140,7 @@ class Loop:
         if total := batch.metrics.get("length/total"):
             share = batch.metrics["length/response"] / total
             metrics["throughput/sampled_tokens_per_s"] = share * metrics["throughput/tokens_per_s"]
-        every = self._eval_every
-        if self.step == self.config.steps or (every > 0 and self.step % every == 0):
+        if self.step == self.config.steps or (self._eval_every and self.step % self._eval_every == 0):
             metrics |= self._evaluated()
         try:
             self._report(metrics)
@@ -154,7 +152,7 @@ class Loop:
 
     def _evaluated(self) -> dict[str, float]:
         """Metrics of every evaluation set; an epoch of its own where the engines are not generating anyway."""
-        if not self._has_evals:
+        if self._eval_every is None:
             return {}
         fleet = self.flow.fleet
         is_own = not fleet.is_open

@@ -1,27 +1,34 @@
-"""The small records that pass between the controller and the workers around it. None of them holds a finished sample.
+"""The small records that pass between the controller and the workers around it, and the channels that they pass.
 
     controller ── Task ──▶ episodes ── Outcome ──▶ controller ── Chunk ──▶ every stage, every rank
                               └───── Sample ── (samples channel, by key) ──────▲
 
-A task and an outcome are one group each; a chunk is a part of a batch. None of them reaches the driver.
+A task and an outcome are one group each; a chunk is a part of a batch. None of them holds a finished sample, and none
+reaches the driver.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import pickle
+import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from rill.errors import ChannelClosedError, RillError
 from rill.inference.base import Completion
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.cluster import Cluster
 from rill.training.balance import CostModel, partition
 from rill.types import EmbodiedTrajectory, Ints, PolicyVersion, Prompt, Sample
 
+A = TypeVar("A")
 TRAIN = "train"
 BY_TOKENS = CostModel()
 NEVER_S = 1e9
@@ -170,6 +177,49 @@ class Channels:
         """Nobody uses any of them any more."""
         for channel in itertools.chain.from_iterable(self._made.values()):
             channel.close()
+
+
+class Answers(Generic[A]):
+    """What others answer, as futures by the name of what was asked. One thread reads the channel for as long as the
+    process lives. `read` makes the answer of what came, or raises."""
+
+    def __init__(self, channel: Channel, read: Callable[[Any], A] = lambda answer: answer) -> None:
+        self.name = channel.name
+        self._channel = channel
+        self._read_one = read
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Future[A]] = {}
+        threading.Thread(target=self._read, name="answers", daemon=True).start()
+
+    def expect(self, request_id: str) -> Future[A]:
+        """Before it is asked."""
+        future: Future[A] = Future()
+        with self._lock:
+            self._waiting[request_id] = future
+        return future
+
+    def _read(self) -> None:
+        with contextlib.suppress(ChannelClosedError):  # the run is over
+            while True:
+                answer = self._channel.take()
+                with self._lock:
+                    future = self._waiting.pop(answer.request_id, None)
+                if future is None:  # answered twice: somebody died between the answer and the receipt
+                    continue
+                try:
+                    future.set_result(self._read_one(answer))
+                except RillError as error:
+                    future.set_exception(error)
+
+
+class Sealed:
+    """Encoded once for what is sent at every step; where it arrives it is the value itself."""
+
+    def __init__(self, value: Any) -> None:
+        self._encoded = pickle.dumps(value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._encoded,)
 
 
 class Flows(NamedTuple):

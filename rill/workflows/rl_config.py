@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from rill.algorithms import Algorithm, AlgorithmConfig, Need
+from rill.algorithms import Algorithm, AlgorithmConfig, Need, Scope
 from rill.config import OneOf, PartConfig
 from rill.data.base import DATASETS
 from rill.errors import ConfigError
@@ -96,6 +96,11 @@ class RLConfig(OnlineConfig):
     def num_updates(self) -> int:
         """Optimizer steps on a batch."""
         return self.trainer.num_epochs * self.trainer.num_mini_batches
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Training begins when all of a batch is there: smaller chunks gain nothing."""
+        return self.num_updates > 1 or Algorithm(self.algorithm).scope is Scope.BATCH
 
     @model_validator(mode="before")
     @classmethod

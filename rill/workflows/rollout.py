@@ -26,6 +26,7 @@ from rill.config import PartConfig
 from rill.errors import RequestError
 from rill.inference.base import ENGINES, Completion, Engine, MemoryLevel, PauseMode
 from rill.inference.gate import EngineGate
+from rill.inference.policy import Asked, PolicyClient
 from rill.journal.logged import LoggedEngine
 from rill.models.loading import load_tokenizer
 from rill.runtime.channel import Channel, Lease
@@ -35,7 +36,6 @@ from rill.weights import Pulled, Receiver, SealedManifest, open_receiver, seated
 from rill.workflows.config import SyncConfig
 from rill.workflows.env_worker import Question, Refused
 from rill.workflows.episodes import Episodes, EpisodeSettings
-from rill.workflows.policy import Asked, PolicyClient
 from rill.workflows.records import Flows
 
 LOCK_S = 0.0005

@@ -214,12 +214,7 @@ class Staleness:
     def counts(self) -> dict[str, int]:
         """Groups by state, and the steps that are applied."""
         counts = {state.value: self.num(state) for state in State}
-        return {
-            **counts,
-            "dropped": self._num_dropped,
-            "trained": self._num_trained,
-            "version": self.version,
-        }
+        return {**counts, "dropped": self._num_dropped, "trained": self._num_trained, "version": self.version}
 
     def describe(self) -> str:
         """For the error of a batch that does not come together."""

@@ -3,7 +3,7 @@
     step ─▶ report ─▶ pilot.after_step(steering) ─▶ step …
                           └─ switch: engines rest ─▶ checkpoint ─▶ groups that must go move ─▶ load ─▶ publish ─▶ edges
 
-A pilot decides (rill.workflows.plans), the steering does. The driver, the controller and groups that stay are not
+A pilot decides (rill.planning.pilot), the steering does. The driver, the controller and groups that stay are not
 touched; a switch loses nothing, since it passes a checkpoint. Beside it the steering keeps the run's history on
 disk, which the planner and the dashboard read.
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from rill.planning.pilot import Pilot
 from rill.planning.traced import write_history
 from rill.runtime.group import WorkerGroup
 from rill.runtime.hub.history import CallRecord
@@ -24,11 +25,6 @@ from rill.workflows.config import FlowConfig
 from rill.workflows.fleet import Engines
 from rill.workflows.launch import Launcher
 from rill.workflows.loop import Loop, StepReport
-
-
-class Pilot(Protocol):
-    def after_step(self, steering: Steering, report: StepReport) -> None:
-        """Called between two steps, and once before the first."""
 
 
 class Steering(NamedTuple):
@@ -81,7 +77,7 @@ class Steering(NamedTuple):
                 if self.actor.name in moved:
                     fleet.publish(PolicyVersion(self.loop.step + 1))
                 elif self.engines.group.name in moved:
-                    fleet.catch_up()
+                    fleet.catch_up(self.engines.group.ranks)
             self.loop.flow.rewire(self.loop.flow.config if error else flow)
         if error is not None:
             raise error

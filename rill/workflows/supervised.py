@@ -7,10 +7,9 @@ export are here. Each data rank reads its own part of the data; what it trains o
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -31,8 +30,9 @@ from rill.training.preference import PairTrainer
 from rill.training.sft import SFTTrainer
 from rill.types import Prompt
 from rill.workflows.config import ClusterConfig, RecipeConfig, Seats
-from rill.workflows.launch import open_cluster, threads_of
+from rill.workflows.launch import open_cluster
 from rill.workflows.loop import Observer, StepReport
+from rill.workflows.scorers import rendezvous_of
 
 LOADER_FILE = "loader.json"
 
@@ -70,18 +70,22 @@ class SupervisedConfig(RecipeConfig):
     handed_down = {"model.seed": "seed", "loader.seed": "seed", "trainer.model": "model"}
 
 
+class Kind(NamedTuple):
+    """What tells the workflows from each other."""
+
+    open_trainer: Callable[..., SFTTrainer | PairTrainer]
+    """(config, rendezvous=, device=)"""
+    encode: Callable[[SFTEncoder, Prompt], Any]
+    """What the trainer makes steps of, and is evaluated on, of a row."""
+
+
 class SupervisedWorker(Worker):
     """One rank: reads, trains, and keeps its place in the data."""
 
-    def __init__(
-        self,
-        *,
-        config: EngineConfig,
-        data: PartConfig,
-        loader: LoaderConfig,
-        loop: SupervisedLoopConfig,
-    ) -> None:
-        self.trainer = self._open_trainer(config)
+    def __init__(self, *, recipe: SupervisedConfig, kind: Kind) -> None:
+        config, data, loop = recipe.trainer, recipe.data, recipe.loop
+        self.trainer = kind.open_trainer(config, rendezvous=rendezvous_of(self), device=self.device)
+        self._kind = kind
         # What the trainer skips and counts must reach it.
         limit = config.micro_batch_tokens if config.on_too_long == "error" else None
         encoder = PromptEncoder(load_tokenizer(config.model))
@@ -93,7 +97,7 @@ class SupervisedWorker(Worker):
                 f"loop.batch_size {loop.batch_size} does not divide over {world.data_size} data ranks: use a multiple"
             )
         dataset = open_dataset(data, Split.TRAIN)
-        self.loader = open_loader(dataset, loader, rank=world.data_rank, world=world.data_size)
+        self.loader = open_loader(dataset, recipe.loader, rank=world.data_rank, world=world.data_size)
         self.batch_size = loop.batch_size // world.data_size
         self.held_out: list[Prompt] = []
         self.reason = ""
@@ -101,12 +105,8 @@ class SupervisedWorker(Worker):
         if loop.eval_every:
             self._open_held_out(data, loop)
 
-    @abstractmethod
-    def _open_trainer(self, config: EngineConfig) -> SFTTrainer | PairTrainer: ...
-
-    @abstractmethod
     def _examples(self, rows: Sequence[Prompt]) -> list[Any]:
-        """What the trainer makes steps of, and is evaluated on."""
+        return [self._kind.encode(self.encoder, row) for row in rows]
 
     def train(self, num_steps: int) -> dict[str, float]:
         """The figures of the last of these steps; what was left out is counted over all of them."""
@@ -165,7 +165,7 @@ class SupervisedWorker(Worker):
 
 
 class SupervisedWorkflow:
-    worker: ClassVar[type[SupervisedWorker]]
+    kind: ClassVar[Kind]
 
     def __init__(self, config: SupervisedConfig, run: Run, observers: Sequence[Observer]) -> None:
         self.config = config
@@ -175,15 +175,13 @@ class SupervisedWorkflow:
     def run(self) -> None:
         config, loop = self.config, self.config.loop
         with open_cluster(config.cluster, self.folder) as cluster:
-            worker = self.worker.launch(
+            worker = SupervisedWorker.launch(
                 cluster,
                 name=config.workflow,
                 placement=config.placement,
-                threads=threads_of(config.cluster, len(cluster.devices)),
-                config=config.trainer,
-                data=config.data,
-                loader=config.loader,
-                loop=loop,
+                threads=config.cluster.threads_on(len(cluster.devices)),
+                recipe=config,
+                kind=self.kind,
             )
             groups = {config.workflow: worker}
             with RunCheckpoints(self.folder, groups, loop.keep_checkpoints, loop.timeout_s) as checkpoints:

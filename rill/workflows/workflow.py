@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 from rill.errors import PeerDiedError, RillError, WorkerError
 from rill.journal.checkpoints import RunCheckpoints, step_of, whole_checkpoints
+from rill.planning.pilot import Pilot
+from rill.planning.replan import Replanner
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.run import Run
 from rill.workflows.config import OnlineConfig
@@ -20,9 +22,8 @@ from rill.workflows.fleet import DEATH_S, Engines
 from rill.workflows.flow import Flow
 from rill.workflows.launch import PRELOAD, Launcher, open_cluster
 from rill.workflows.loop import Loop, Observer, StepReport
-from rill.workflows.plans.replanning import Replanner
 from rill.workflows.rl_config import RLConfig
-from rill.workflows.steering import Pilot, Steering
+from rill.workflows.steering import Steering
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +119,7 @@ class Workflow(ABC):
                 controller,
                 checkpoints,
                 [*self.observers, lambda report: steering.observe(report)],
-                eval_every=config.eval.every,
-                has_evals=bool(launch.evals),
+                eval_every=config.eval.every if launch.evals else None,
             )
             steering = Steering(launch, loop, self.rollout, self.actor, pilot)
             loop.restore()

@@ -17,13 +17,8 @@ from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.planning.plan import Plan
 from rill.planning.profile import Points, Profile, WorkerProfile
-from rill.planning.replan import Policy
-from rill.planning.search import Mode, search
-from rill.telemetry.run import Run
-from rill.workflows import WORKFLOWS, recipe_schema
-from rill.workflows.loop import StepReport
-from rill.workflows.plans.profiling import schedule
-from rill.workflows.plans.recipe import (
+from rill.planning.profiler import schedule
+from rill.planning.recipe import (
     check_follows,
     devices_of,
     identity_of,
@@ -32,7 +27,11 @@ from rill.workflows.plans.recipe import (
     put_into,
     values_of,
 )
-from rill.workflows.plans.replanning import Replanner
+from rill.planning.replan import Policy, Replanner
+from rill.planning.search import Mode, search
+from rill.telemetry.run import Run
+from rill.workflows import WORKFLOWS, recipe_schema
+from rill.workflows.loop import StepReport
 from rill.workflows.rl_config import RLConfig
 from tests.e2e.test_sft import assert_near
 from tests.e2e.tiny import CORRECTED, INVARIANT, RECIPE, fingerprint, resolved, resume, start
@@ -226,7 +225,7 @@ def test_a_run_whose_times_are_not_the_predicted_ones_changes_its_plan_without_a
     run.config_path.write_text(dump_config(followed))
     leave_in(run.path, plan, problem=problem, found=found, profile=wrong)
     noted = Noted([])
-    logging.getLogger("rill.workflows.plans.replanning").addFilter(noted)
+    logging.getLogger("rill.planning.replan").addFilter(noted)
     pilot = Replanner.of(followed, run, devices_of(followed))
     assert pilot is not None
     pilot.policy = Policy(window=3, cooldown=2)
@@ -235,7 +234,7 @@ def test_a_run_whose_times_are_not_the_predicted_ones_changes_its_plan_without_a
         with run.running():
             WORKFLOWS.load("grpo")(followed, run, [reports.append]).run(pilot)
     finally:
-        logging.getLogger("rill.workflows.plans.replanning").removeFilter(noted)
+        logging.getLogger("rill.planning.replan").removeFilter(noted)
     assert [report.step for report in reports] == list(range(11)), "no step is lost or taken twice"
     assert any("replanned after step" in line and "actor takes" in line for line in noted.lines), noted.lines
     changed = Plan.load(run.path / "plan.toml")

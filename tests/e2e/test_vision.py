@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from rill.algorithms import Algorithm, AlgorithmConfig
+from rill.cli.scoring import episodes_of
 from rill.data.tasks.shapes import ShapesDataset
 from rill.envs.base import open_environment
 from rill.envs.rewards.exact import ExactReward
@@ -18,7 +19,6 @@ from rill.models.loading import ModelConfig, load_tokenizer
 from rill.models.pictures import load_pictures
 from rill.training.policy import PolicyTrainer
 from rill.types import PolicyVersion, Sample, SamplingParams, Trajectory
-from rill.workflows.scoring import episodes_of
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_vlm.toml"
 

@@ -8,8 +8,8 @@ from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle, Reply
 from rill.types import PolicyVersion
 from rill.weights.manifest import SealedManifest
-from rill.weights.publishing import EngineGroup
-from rill.weights.sync import Pulled, WeightSync, WeightSyncConfig
+from rill.weights.publishing import Engines
+from rill.weights.sync import Pulled
 
 
 class Fleet:
@@ -40,8 +40,7 @@ def manifest(version: int) -> SealedManifest:
 
 def test_engines_that_join_and_leave_are_followed_by_their_ids() -> None:
     fleet = Fleet(0, 1)
-    engines = EngineGroup(fleet, interrupt=False)  # type: ignore[arg-type]
-    sync = WeightSync(None, engines, WeightSyncConfig(min_in_service=0))  # type: ignore[arg-type]
+    sync = Engines(None, fleet, timeout_s=1.0, interrupt=False)._sync  # type: ignore[arg-type]
     assert sync.distribute(manifest(1)).in_service == ("rollout[0]", "rollout[1]")
     fleet.ranks = (1, 4)
     assert sync.distribute(manifest(2)).in_service == ("rollout[1]", "rollout[4]")

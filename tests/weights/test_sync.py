@@ -15,7 +15,7 @@ from rill.weights.base import Publisher, Receiver, open_publisher, open_receiver
 from rill.weights.buckets import NamedTensors
 from rill.weights.canary import Canary, CanaryProof, Tolerance
 from rill.weights.manifest import SealedManifest
-from rill.weights.sync import Pulled, ThreadedTargets, WeightSync, WeightSyncConfig
+from rill.weights.sync import Pulled, ThreadedTargets, WeightSync
 from tests.weights.scene import same, transport, weights
 
 
@@ -71,13 +71,13 @@ def publisher() -> Iterator[Publisher]:
     publisher.close()
 
 
-def assemble(publisher: Publisher, count: int, **config: float) -> tuple[WeightSync, list[FakeEngine]]:
+def assemble(
+    publisher: Publisher, count: int, timeout_s: float = 10.0
+) -> tuple[WeightSync, list[FakeEngine]]:
     engines = [FakeEngine() for _ in range(count)]
     targets = [LocalTarget(f"engine{i}", e, open_receiver(transport("shm"))) for i, e in enumerate(engines)]
     canary = Canary.random(100, seed=1)
-    return WeightSync(
-        publisher, ThreadedTargets(targets), WeightSyncConfig(**{"timeout_s": 10.0, **config}), canary=canary
-    ), engines
+    return WeightSync(publisher, ThreadedTargets(targets), timeout_s=timeout_s, canary=canary), engines
 
 
 def proof_of(held: dict[str, torch.Tensor]) -> CanaryProof:
@@ -170,9 +170,7 @@ def test_engines_that_join_and_leave_are_met_at_the_next_sync(publisher: Publish
 
 def test_an_engine_that_catches_up_with_other_weights_is_refused(publisher: Publisher) -> None:
     targets = ThreadedTargets([])
-    sync = WeightSync(
-        publisher, targets, WeightSyncConfig(min_in_service=0), canary=Canary.random(100, seed=1)
-    )
+    sync = WeightSync(publisher, targets, canary=Canary.random(100, seed=1))
     sealed = publisher.publish(weights(1).items(), PolicyVersion(1)).seal(proof_of(weights(2)))
     sync.distribute(sealed)
     targets.add(LocalTarget("late", FakeEngine(), open_receiver(transport("shm"))))

@@ -243,7 +243,7 @@ class Scene:
             self.controller,
             self.checkpoints,
             [self.reports.append],
-            has_evals=evals > 0,
+            eval_every=0 if evals else None,
         )
         if resumed is not None:
             self.loop.restore()

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from rill.cli.main import app
 from rill.errors import PlanError, RunError, UserError
+from rill.planning.elastic import ElasticConfig, Scaler
+from rill.telemetry.requests import FOLDER, Request, answer_all, ask, open_requests
 from rill.telemetry.run import Run, RunStatus
-from rill.workflows.elastic import FOLDER, Door, ElasticConfig, Scaler, ask
 
 
 def join(devices: str) -> str:
@@ -24,15 +25,19 @@ def join(devices: str) -> str:
     return f"joined {devices or 'somewhere'}"
 
 
+def act(asked: Request) -> str:
+    return join(asked.devices) if asked.leaving is None else f"left {asked.leaving}"
+
+
 @contextmanager
 def attended(run: Run) -> Iterator[None]:
     """A driver that looks for requests."""
-    door = Door(run.path, berth=lambda devices: devices, changed=lambda: None)
+    open_requests(run.path)
     is_over = threading.Event()
 
     def attend() -> None:
         while not is_over.wait(0.01):
-            door.attend(join, lambda rank: f"left {rank}")
+            answer_all(run.path, act)
 
     thread = threading.Thread(target=attend)
     thread.start()
@@ -66,12 +71,12 @@ def test_a_request_that_is_too_old_or_cannot_be_read_does_nothing(tmp_path: Path
     run = Run.create("r", root=tmp_path)
     with pytest.raises(UserError, match=r"no engines that come and go"):
         ask(run, timeout_s=0.3)
-    door = Door(run.path, berth=str, changed=lambda: None)
+    open_requests(run.path)
     with pytest.raises(RunError, match=r"has not answered within 0.3 s"):
         ask(run, timeout_s=0.3)
     (run.path / FOLDER / "1.json").write_text(json.dumps({"until_s": time.time() - 1}))
     (run.path / FOLDER / "2.json").write_text("{half")
-    door.attend(join, lambda rank: pytest.fail("nobody leaves"))
+    answer_all(run.path, lambda asked: pytest.fail("nothing is asked"))
     assert not list((run.path / FOLDER).iterdir())
 
 
@@ -91,30 +96,25 @@ class Fleet:
         self.ranks.remove(rank)
         return "left"
 
-    def attended(self, door: Door, step: int = 0) -> int:
-        door.scale(step, lambda: tuple(self.ranks), self.join, self.leave)
+    def attended(self, scaler: Scaler, step: int = 0) -> int:
+        scaler.scale(step, lambda: tuple(self.ranks), self.join, self.leave)
         return len(self.ranks)
 
 
-def test_engines_follow_a_schedule_as_far_as_there_are_devices(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_engines_follow_a_schedule_as_far_as_there_are_devices(caplog: pytest.LogCaptureFixture) -> None:
     fleet, config = Fleet(3), ElasticConfig(schedule={2: 3, 5: 1, 6: 4})
-    door = Door(tmp_path, berth=str, changed=lambda: None, scaler=Scaler(config))
-    assert [fleet.attended(door, step) for step in (0, 1, 2, 0, 4, 5, 6, 7)] == [1, 1, 3, 3, 3, 1, 3, 3]
+    scaler = Scaler(config)
+    assert [fleet.attended(scaler, step) for step in (0, 1, 2, 0, 4, 5, 6, 7)] == [1, 1, 3, 3, 3, 1, 3, 3]
     assert caplog.text.count("3 engines, 4 are wanted: no device is free") == 1, (
         "said once, and the run goes on"
     )
 
 
-def test_an_engine_joins_while_too_many_prompts_wait_and_leaves_when_fewer_would_long_have_done(
-    tmp_path: Path,
-) -> None:
+def test_an_engine_joins_while_too_many_prompts_wait_and_leaves_when_fewer_would_long_have_done() -> None:
     now = {"s": 0.0, "prompts": 0}
     config = ElasticConfig(prompts_per_engine=4, max_engines=3, idle_s=10)
     scaler = Scaler(config, clock=lambda: now["s"])
     fleet = Fleet(9)
-    door = Door(tmp_path, str, lambda: None, scaler, num_prompts=lambda: int(now["prompts"]))
     sizes = []
     for at_s, num_prompts in (
         (0, 4),
@@ -129,6 +129,6 @@ def test_an_engine_joins_while_too_many_prompts_wait_and_leaves_when_fewer_would
         (31, 9),
     ):
         now.update(s=at_s, prompts=num_prompts)
-        door.look()
-        sizes.append(fleet.attended(door))
+        scaler.look(lambda: int(now["prompts"]))
+        sizes.append(fleet.attended(scaler))
     assert sizes == [1, 2, 3, 3, 3, 3, 2, 2, 1, 3]

@@ -14,14 +14,14 @@ from typing import Any, cast
 import pytest
 
 from rill.errors import PeerDiedError, RunError, WeightSyncError
-from rill.journal.records import Finished, Segment
+from rill.journal.records import Event, Finished, Opened, Segment
 from rill.journal.token_log import FOLDER
+from rill.planning.elastic import ElasticConfig, Scaler
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.types import PolicyVersion
-from rill.workflows.elastic import Door
-from rill.workflows.fleet import Crew
+from rill.workflows.fleet import Crew, Door
 from tests.weights.test_distributed import free_port
 from tests.workflows.broken_transport import TRANSPORT
 from tests.workflows.scene import DEADLINE_S, Scene
@@ -42,11 +42,12 @@ def kill_at_step(
 
     def work() -> None:
         pid = (group or scene.rollout).addresses()[rank].pid
-        of_engine = f"*-{pid}-*" if group in (None, scene.rollout) else "rollout*"
+        is_engine = group in (None, scene.rollout)
+        of_engine, asker = (f"*-{pid}-*", None) if is_engine else ("rollout*", pid)
         while (counts := scene.counts())["version"] < step or not counts["running"]:
             time.sleep(0.005)
         deadline_s = time.monotonic() + DEADLINE_S
-        while not is_speaking(scene, of_engine) and time.monotonic() < deadline_s:
+        while not is_speaking(scene, of_engine, asker) and time.monotonic() < deadline_s:
             time.sleep(0.002)
         os.kill(pid, number)
 
@@ -55,16 +56,22 @@ def kill_at_step(
     return thread
 
 
-def is_speaking(scene: Scene, pattern: str) -> bool:
-    """Whether an answer has tokens in these logs and no end."""
-    for path in (scene.folder / FOLDER).glob(pattern):
+def is_speaking(scene: Scene, pattern: str, asker: int | None) -> bool:
+    """Whether an answer has tokens in these logs and no end. `asker`: in a group that this process has begun."""
+    logs = scene.folder / FOLDER
+    events = [record for path in logs.glob(f"*-{asker}-*") for record in Segment(path).read()]
+    begun = {event.of for event in events if isinstance(event, Event) and event.key == "begun"}
+    for path in logs.glob(pattern):
         said: set[int] = set()
+        of_asker: set[int] = set()
         for record in Segment(path).read():
+            if isinstance(record, Opened) and record.id.partition("/")[0] in begun:
+                of_asker.add(record.number)
             if isinstance(record, list):
                 said |= {entry.number for entry in record}
             elif isinstance(record, Finished):
                 said.discard(record.number)
-        if said:
+        if said if asker is None else said & of_asker:
             return True
     return False
 
@@ -174,7 +181,7 @@ def test_an_engine_joins_those_that_run_ahead_and_one_that_is_told_to_go_leaves_
         order="admission",
         engine=SLOW,
     )
-    scene.fleet._door = Door(tmp_path, berth=str, changed=lambda: None)
+    scene.fleet._door = Door(tmp_path, str, lambda: None, Scaler(ElasticConfig()), lambda: 0)
     scene.loop._observers = [lambda report: scene.fleet.join("0") if report.step == 1 else None]
     telling = kill_at_step(scene, 1, 3, number=signal.SIGTERM)
     with caplog.at_level(logging.WARNING, "rill"):

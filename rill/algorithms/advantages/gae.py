@@ -71,13 +71,7 @@ def explained_variance(errors_N: Tensor, returns_N: Tensor, mask_N: Tensor, redu
 
 
 def gae(
-    rewards_N: Tensor,
-    values_N: Tensor,
-    mask_N: Tensor,
-    seq_N: Tensor,
-    *,
-    gamma: float,
-    lam: float | Tensor,
+    rewards_N: Tensor, values_N: Tensor, mask_N: Tensor, seq_N: Tensor, *, gamma: float, lam: float | Tensor
 ) -> Tensor:
     """δ_t = r_t + γ V_{t+1} − V_t,  A_t = Σ_k (γλ)^k δ_{t+k}; t runs over trained tokens, others get 0.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from rill.envs.robots.process import SimulatorProcess
 from rill.envs.robots.recording import Shown, demonstrate, shown_of
 from rill.errors import DataError
+from rill.models.robots.probe import CANARY_LENGTH, probe
 from rill.runtime.context import current
 from rill.training.robots import ROBOT_TRAINERS, Demonstration, RobotTrainer
 from rill.types import EmbodiedTrajectory, InitialState, PolicyVersion
@@ -25,7 +26,7 @@ from rill.workflows.config import SyncConfig
 from rill.workflows.edges import Edge
 from rill.workflows.learners import PolicyLearner
 from rill.workflows.robots.config import RobotConfig
-from rill.workflows.robots.policy import CANARY_LENGTH, PolicySource, probe
+from rill.workflows.robots.policy import PolicySource
 from rill.workflows.scorers import rendezvous_of
 
 DEMO_SIMULATORS = 16

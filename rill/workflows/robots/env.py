@@ -30,8 +30,7 @@ from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker
 from rill.telemetry import trace
 from rill.types import EmbodiedTrajectory
-from rill.workflows.policy import Answers
-from rill.workflows.records import TRAIN, Flows, Task
+from rill.workflows.records import TRAIN, Answers, Flows, Task
 from rill.workflows.robots.config import RobotConfig
 from rill.workflows.robots.outcome import FilmLog, finished
 from rill.workflows.robots.policy import Answer, RemotePolicy

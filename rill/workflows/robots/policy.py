@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from rill.config import PartConfig
@@ -25,17 +24,15 @@ from rill.envs.robots.base import check_task
 from rill.envs.robots.process import SimulatorProcess
 from rill.errors import WeightSyncError
 from rill.models.robots.base import POLICIES, Decision, Policy, load_policy, open_policy, read_saved
+from rill.models.robots.probe import probe
 from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
-from rill.types import Floats, InitialState, Observation, PolicyVersion, RobotSpec, TokenIds
+from rill.types import InitialState, Observation, PolicyVersion, RobotSpec
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workflows.config import SyncConfig
-from rill.workflows.policy import Answers
+from rill.workflows.records import Answers
 from rill.workflows.robots.config import RobotConfig
-
-PROBES = 32
-"""Fixed observations of the canary."""
 
 
 class PolicySource(NamedTuple):
@@ -168,30 +165,3 @@ class RemotePolicy:
         question = Question(name, self._rank, tuple(observations), tuple(seeds), greedy)
         self._requests.put(question, weight=float(len(observations)))
         return future
-
-
-def probes(spec: RobotSpec) -> list[Observation]:
-    """Observations that both sides of a sync know."""
-    rng = np.random.default_rng(0)
-    size = spec.image_size
-    return [
-        Observation(
-            state=rng.standard_normal(spec.state_size).astype(np.float32),
-            images={c: rng.integers(0, 256, (size, size, 3), np.uint8) for c in spec.cameras},
-            instruction=spec.tasks[n % len(spec.tasks)] if spec.tasks else "",
-        )
-        for n in range(PROBES)
-    ]
-
-
-@torch.no_grad()
-def probe(policy: Policy, sequences: Sequence[TokenIds]) -> list[Floats]:
-    """For the canary: what one seed draws for the probes, by its log-probabilities, and the probes' values."""
-    seen = probes(policy.spec)
-    decision = policy.act(seen, [0] * len(seen))
-    inputs = policy.seen(seen).to(policy.device)
-    values = policy.values_as_drawn(inputs).float().cpu().numpy()
-    return [np.concatenate([[0.0], decision.logprobs_BJ[:, 0], values]).astype(np.float32) for _ in sequences]
-
-
-CANARY_LENGTH = 1 + 2 * PROBES

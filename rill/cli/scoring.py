@@ -17,26 +17,21 @@ from rill.envs.rewards.runner import response_text
 from rill.errors import DataError
 from rill.inference.base import ENGINES, Engine
 from rill.inference.gate import EngineGate
+from rill.inference.policy import PolicyClient
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.models.pictures import load_pictures
 from rill.telemetry.evaluations import Answer
 from rill.telemetry.rollout_log import RolloutLog
 from rill.types import Episode, Group, Prompt, SamplingParams, TokenIds
-from rill.workflows.config import (
-    EvalSamplingConfig,
-    EvalSetConfig,
-    SamplingConfig,
-    native_unless_named,
-)
+from rill.workflows.config import EvalSamplingConfig, EvalSetConfig, SamplingConfig, native_unless_named
 from rill.workflows.evaluation import read_prompts
-from rill.workflows.policy import PolicyClient
 
 MAX_TRANSCRIPTS = 256
 """Groups of an evaluation that the rollout viewer shows; every answer is in its file."""
 
 
 class ScoringConfig(EvalSamplingConfig):
-    """What to evaluate, on what, how."""
+    """What `rill eval` evaluates, on what, how."""
 
     model: ModelConfig
     engine: Annotated[PartConfig, OneOf(ENGINES), BeforeValidator(native_unless_named)] = Field(

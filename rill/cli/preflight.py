@@ -32,13 +32,7 @@ from rill.inference.base import Completion
 from rill.inference.native.runners import context_limit
 from rill.models.card import TrainingCard
 from rill.models.decode.shards import check_divides
-from rill.models.loading import (
-    ModelConfig,
-    check_vocabulary,
-    load_model_config,
-    load_tokenizer,
-    model_folder,
-)
+from rill.models.loading import ModelConfig, check_vocabulary, load_model_config, load_tokenizer, model_folder
 from rill.models.pictures import load_pictures
 from rill.runtime.device.device import local_devices, number
 from rill.runtime.device.placement import resolve
@@ -315,10 +309,7 @@ class _Answering:
 
 
 def _try_episodes(
-    config: PartConfig,
-    prompts: Sequence[Prompt],
-    encoder: PromptEncoder,
-    sampling: SamplingParams,
+    config: PartConfig, prompts: Sequence[Prompt], encoder: PromptEncoder, sampling: SamplingParams
 ) -> list[str]:
     """One of them has to come to a reward. One that takes long is a note: a sandbox may have to be built."""
     tokenizer = encoder.tokenizer

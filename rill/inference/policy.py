@@ -1,7 +1,7 @@
 """The policy as environments see it: awaitable, seeded, asked in whole chunks, and resumable.
 
     episode ── generate ──▶ EpisodePolicy ──▶ PolicyClient ──▶ Asked: an EngineGate here, or engines elsewhere
-                                └ answers by request id                 (env_worker.RemoteEngines)
+                                └ answers by request id                 (rill.workflows.env_worker)
 
 Environments are coroutines on one event loop. All requests that they make in one turn of the loop reach the engine in
 one submit(), so that a chunk of groups is scheduled as a unit: its prefixes are shared, and at lag 0 the batch that an
@@ -10,8 +10,8 @@ engine sees does not depend on timing.
 One resumable generation: an engine that is told to stop (EngineGate.stop) answers everything of that epoch as ABORTED,
 with the tokens so far. The episode is then cancelled and keeps what it was told, by request id; taken up again, by any
 worker, it runs from its start: what was answered is answered at once and in the same words, and what was cut off goes
-on behind the tokens it has (answers.py). A request id is made from the episode and the prompt's tokens, so an answer is
-only ever found again for the same prompt.
+on behind the tokens it has (continued.py). A request id is made from the episode and the prompt's tokens, so an answer
+is only ever found again for the same prompt.
 """
 
 from __future__ import annotations
@@ -19,60 +19,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol
 
-from rill.errors import ChannelClosedError, RequestError, RillError
+from rill.errors import RequestError
 from rill.inference.base import Completion, Request
 from rill.inference.continued import Decode, continued, joined
-from rill.runtime.channel import Channel
 from rill.telemetry import trace
 from rill.types import Picture, SamplingParams, StopReason, TokenIds
-
-A = TypeVar("A")
 
 
 class Asked(Protocol):
     """Whoever answers: never blocks."""
 
     def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]: ...
-
-
-class Answers(Generic[A]):
-    """What others answer, as futures by the name of what was asked. One thread reads the channel for as long as the
-    process lives. `read` makes the answer of what came, or raises."""
-
-    def __init__(self, channel: Channel, read: Callable[[Any], A] = lambda answer: answer) -> None:
-        self.name = channel.name
-        self._channel = channel
-        self._read_one = read
-        self._lock = threading.Lock()
-        self._waiting: dict[str, Future[A]] = {}
-        threading.Thread(target=self._read, name="answers", daemon=True).start()
-
-    def expect(self, request_id: str) -> Future[A]:
-        """Before it is asked."""
-        future: Future[A] = Future()
-        with self._lock:
-            self._waiting[request_id] = future
-        return future
-
-    def _read(self) -> None:
-        with contextlib.suppress(ChannelClosedError):  # the run is over
-            while True:
-                answer = self._channel.take()
-                with self._lock:
-                    future = self._waiting.pop(answer.request_id, None)
-                if future is None:  # answered twice: somebody died between the answer and the receipt
-                    continue
-                try:
-                    future.set_result(self._read_one(answer))
-                except RillError as error:
-                    future.set_exception(error)
 
 
 class PolicyClient:

@@ -13,8 +13,8 @@ import pytest
 from rill.errors import TooLongError
 from rill.inference.base import Completion, Feature, Request
 from rill.inference.gate import EngineGate
+from rill.inference.policy import PolicyClient
 from rill.types import SamplingParams, StopReason
-from rill.workflows.policy import PolicyClient
 
 PROMPT = np.array([1, 2, 3], np.int32)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rill.cli.preflight import preflight
 from rill.config.files import load_recipe
 from rill.config.resolve import resolve
 from rill.envs.agent import Agents
@@ -18,7 +19,6 @@ from rill.types import Prompt, Trajectory
 from rill.workflows import recipe_schema
 from rill.workflows.config import RecipeConfig
 from rill.workflows.controller import check_some_succeeded
-from rill.workflows.preflight import preflight
 from rill.workflows.records import Outcome
 from tests.e2e.faults import foreign_tokenizer
 
@@ -59,7 +59,7 @@ def unanswered(index: int, seed: int) -> Prompt:
 def test_a_warm_up_imitates_data_of_its_own_where_the_runs_has_no_written_answers() -> None:
     asked = [
         "data.type=generated",
-        "data.function=tests.workflows.test_preflight:unanswered",
+        "data.function=tests.cli.test_preflight:unanswered",
         "data.form=bare",
     ]
     asked += ["eval.num_prompts=0", "sft.steps=1"]
@@ -92,7 +92,7 @@ def test_what_can_run_has_nothing_to_be_told() -> None:
             "does not divide the model's 2 attention heads",
         ),
         (
-            ["rollout.env.reward.function=tests.workflows.test_preflight:broken_reward"],
+            ["rollout.env.reward.function=tests.cli.test_preflight:broken_reward"],
             UserError,
             r"KeyError: .*test_preflight\.py:\d+ in broken_reward",
         ),
@@ -104,7 +104,7 @@ def test_what_cannot_run_is_one_line(changes: list[str], error: type[Exception],
 
 
 def test_a_reward_that_fails_now_and_then_is_no_reason_to_stop() -> None:
-    function = "tests.workflows.test_preflight:broken_at_times"
+    function = "tests.cli.test_preflight:broken_at_times"
     assert preflight(tiny(f"rollout.env.reward.function={function}")) == []
 
 
@@ -118,8 +118,8 @@ class Endless(Environment):
 
 
 def test_an_environment_that_takes_its_time_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rill.workflows.preflight.TRY_S", 0.05)
-    [note] = preflight(tiny("rollout.env.type=tests.workflows.test_preflight:Endless"))
+    monkeypatch.setattr("rill.cli.preflight.TRY_S", 0.05)
+    [note] = preflight(tiny("rollout.env.type=tests.cli.test_preflight:Endless"))
     assert "not finished after 0.05 s" in note
 
 

@@ -27,15 +27,11 @@ import msgspec
 
 from rill.config.resolve import dump_config
 from rill.errors import PlanError, RillError, RunError
+from rill.planning.pilot import Pilot, Report, Steering
 from rill.planning.plan import Plan
 from rill.planning.profile import DeviceKind, Profile
-from rill.planning.search import Mode, best_of_modes
-from rill.runtime.device.device import Device
-from rill.telemetry import trace
-from rill.telemetry.run import Run, write_atomically
-from rill.workflows import WORKFLOWS
-from rill.workflows.loop import StepReport
-from rill.workflows.plans.recipe import (
+from rill.planning.recipe import (
+    Recipe,
     chunks_of,
     edges_of,
     identity_of,
@@ -44,8 +40,10 @@ from rill.workflows.plans.recipe import (
     problem_of,
     profile_of,
 )
-from rill.workflows.rl_config import RLConfig
-from rill.workflows.steering import Steering
+from rill.planning.search import Mode, best_of_modes
+from rill.runtime.device.device import Device
+from rill.telemetry import trace
+from rill.telemetry.run import Run, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +59,17 @@ SETTLE_S = 0.5
 """Until the last calls of a step have told what they did."""
 
 
+Start = Callable[[Recipe, Run, Pilot], None]
+"""Runs a recipe's workflow in a folder."""
+
+
 def find_profile(
-    config: RLConfig,
+    config: Recipe,
     provenance: Mapping[str, str],
     devices: Sequence[Device],
     *,
     root: Path,
+    start: Start,
     num_rounds: int = 1,
     is_fresh: bool = False,
     say: Callable[[str], None] = log.info,
@@ -94,7 +97,7 @@ def find_profile(
             return stored
     say(f"profile        measuring {', '.join(_row(config, devices, num_rounds))}")
     began_s = time.monotonic()
-    profile = measure(config, provenance, devices, num_rounds=num_rounds)
+    profile = measure(config, provenance, devices, start=start, num_rounds=num_rounds)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(file, profile.dumps())
     say(f"profile        {file}, in {time.monotonic() - began_s:.0f} s")
@@ -102,18 +105,23 @@ def find_profile(
 
 
 def measure(
-    config: RLConfig, provenance: Mapping[str, str], devices: Sequence[Device], *, num_rounds: int = 1
+    config: Recipe,
+    provenance: Mapping[str, str],
+    devices: Sequence[Device],
+    *,
+    start: Start,
+    num_rounds: int = 1,
 ) -> Profile:
     """Run the recipe for a few short steps and give what they took."""
     trials = _trials(config, len(devices), num_rounds)
     rows = _Rows(config, provenance, devices, trials)
     short = _short(config, rows.placement(trials[0].num_devices), len(trials) + len(Mode) * TRIED_STEPS)
     with tempfile.TemporaryDirectory(prefix="rill-profile-") as scratch:
-        run = Run.create("profile", root=scratch, config_toml=dump_config(config))
+        run = Run.create("profile", root=scratch, config_toml=dump_config(short))
         trace.configure(run.path, "driver")
         try:
             with run.running():
-                WORKFLOWS.load(config.workflow)(short, run, ()).run(pilot=rows)
+                start(short, run, rows)
         except _Enough:
             pass
         except RillError as error:
@@ -156,7 +164,7 @@ def schedule(batch: int, num_devices: int, num_rounds: int, *, smallest_chunk: i
     return trials
 
 
-def _trials(config: RLConfig, num_devices: int, num_rounds: int) -> list[Trial]:
+def _trials(config: Recipe, num_devices: int, num_rounds: int) -> list[Trial]:
     """With the smallest chunks that a plan may have, where it may have any."""
     batch = config.loop.prompts_per_step
     smallest = 0 if chunks_of(config) == (batch,) else max(1, batch // SMALLEST_CHUNK)
@@ -171,7 +179,7 @@ class _Enough(Exception):
 class _Rows:
     """The pilot of a profile: sets up each step before it is taken."""
 
-    config: RLConfig
+    config: Recipe
     provenance: Mapping[str, str]
     devices: Sequence[Device]
     trials: Sequence[Trial]
@@ -186,7 +194,7 @@ class _Rows:
     _plans: list[Plan] = field(default_factory=list)
     _times_s: list[float] = field(default_factory=list)
 
-    def after_step(self, steering: Steering, report: StepReport) -> None:
+    def after_step(self, steering: Steering, report: Report) -> None:
         if self.profile is None:
             self._measure(steering, report.step)
         else:
@@ -246,7 +254,7 @@ class _Rows:
         return {name: pinned_placement(self.config, self.provenance, name) or ids for name in groups}
 
 
-def _short(config: RLConfig, placement: Mapping[str, str], num_steps: int) -> RLConfig:
+def _short(config: Recipe, placement: Mapping[str, str], num_steps: int) -> Recipe:
     """The recipe for a few steps: synchronous, without what comes before, beside and after them."""
     filters = config.algorithm.filters.model_copy(
         update={"drop_equal_rewards": False, "min_mean_reward": None, "max_mean_reward": None}
@@ -263,7 +271,7 @@ def _short(config: RLConfig, placement: Mapping[str, str], num_steps: int) -> RL
     return config.model_copy(update={**tables, "sinks": ()})
 
 
-def _row(config: RLConfig, devices: Sequence[Device], num_rounds: int) -> list[str]:
+def _row(config: Recipe, devices: Sequence[Device], num_rounds: int) -> list[str]:
     trials = _trials(config, len(devices), num_rounds)
     counts = dict.fromkeys(trial.num_devices for trial in trials)
     return [

@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 
 from rill import __version__
-from rill.algorithms import Algorithm, Scope
 from rill.config.resolve import DEFAULT, source_of
 from rill.config.toml import dumps, key_lines
 from rill.errors import PlanError
@@ -37,8 +36,6 @@ from rill.planning.traced import graph_of, profiled_workers, read_history
 from rill.runtime.device.device import Device, local_devices, number
 from rill.runtime.device.placement import resolve
 from rill.telemetry.run import Run, write_atomically
-from rill.workflows.launch import threads_of
-from rill.workflows.rl_config import RLConfig
 
 PLAN_TOML, PROFILE_TOML, PLAN_JSON = "plan.toml", "profile.toml", "plan.json"
 FOLDED = {"env": "rollout"}
@@ -47,23 +44,27 @@ FULL_BYTES = 1.0
 """Of a device whose memory was not measured: one worker fills it, so that those who share it take turns."""
 
 
+Recipe = Any
+"""rill.workflows.rl_config.RLConfig, which is above this room."""
+
+
 # --- what a profile belongs to ----------------------------------------------------------------------------
 
 
-def identity_of(config: RLConfig, num_devices: int, source: str) -> Identity:
+def identity_of(config: Recipe, num_devices: int, source: str) -> Identity:
     """Of the recipe on this machine."""
     model = config.model
     name = model.path or "-".join(
         str(model.shape.get(key)) for key in ("model_type", "num_hidden_layers", "hidden_size")
     )
-    threads = threads_of(config.cluster, num_devices)
+    threads = config.cluster.threads_on(num_devices)
     machine = f"{platform.machine()}, {os.cpu_count()} cpus, {threads} threads a worker"
     return Identity(
         model=name, machine=machine, version=__version__, source=source, workload=workload_of(config)
     )
 
 
-def workload_of(config: RLConfig) -> str:
+def workload_of(config: Recipe) -> str:
     """A digest of what times depend on: all of the recipe but where, how long and under what seed it runs."""
     values = config.model_dump(mode="json")
     for key in ("placement", "flow", "seed", "sinks", "eval", "sft", "workflow", "loader", "sync"):
@@ -80,7 +81,7 @@ def _without_seeds(values: Any) -> Any:
     return values
 
 
-def devices_of(config: RLConfig) -> tuple[Device, ...]:
+def devices_of(config: Recipe) -> tuple[Device, ...]:
     """The devices of this machine that the recipe uses."""
     if config.cluster.type != "local":
         raise PlanError(
@@ -94,7 +95,7 @@ def devices_on_paper(counts: Mapping[str, int]) -> tuple[Device, ...]:
     return number([Device(kind=kind, index=n) for kind, count in counts.items() for n in range(count)])
 
 
-def profile_of(run: Run, config: RLConfig, devices: Sequence[Device]) -> Profile:
+def profile_of(run: Run, config: Recipe, devices: Sequence[Device]) -> Profile:
     """From a run of the recipe, with the graph as it was traced."""
     records = read_history(run.path)
     if not records:
@@ -113,10 +114,7 @@ def profile_of(run: Run, config: RLConfig, devices: Sequence[Device]) -> Profile
 
 
 def problem_of(
-    config: RLConfig,
-    provenance: Mapping[str, str],
-    profile: Profile,
-    devices: Sequence[Device],
+    config: Recipe, provenance: Mapping[str, str], profile: Profile, devices: Sequence[Device]
 ) -> Problem:
     """All plans that the recipe leaves open, for these devices."""
     if (graph := profile.traced_graph()) is None:
@@ -148,7 +146,7 @@ def problem_of(
     )
 
 
-def pinned_placement(config: RLConfig, provenance: Mapping[str, str], group: str) -> str | None:
+def pinned_placement(config: Recipe, provenance: Mapping[str, str], group: str) -> str | None:
     """Where the recipe itself puts a group; None: it leaves that open."""
     placed: str | None = getattr(config.placement, group, None)
     return placed if source_of(f"placement.{group}", provenance) != DEFAULT else None
@@ -160,12 +158,12 @@ def _smallest_measured(costs: Mapping[str, WorkerCost]) -> int:
     return math.ceil(max(sizes, default=1))
 
 
-def chunks_of(config: RLConfig) -> tuple[int, ...]:
+def chunks_of(config: Recipe) -> tuple[int, ...]:
     """Sizes of chunks that a plan may have. Unset: all. What needs a whole batch before it begins gains nothing."""
-    batch = config.loop.prompts_per_step
+    batch: int = config.loop.prompts_per_step
     if chunk := config.flow.granularity:  # the recipe's own: a plan writes edges
         return (batch, chunk) if batch % chunk == 0 else (batch,)
-    if config.num_updates > 1 or Algorithm(config.algorithm).scope is Scope.BATCH:
+    if config.needs_whole_batch:
         return (batch,)
     return ()
 
@@ -220,7 +218,7 @@ def rewrite_config(path: Path, plan: Plan, source: str) -> None:
     write_atomically(path, dumps(values, comments))
 
 
-def check_follows(plan: Plan, config: RLConfig) -> None:
+def check_follows(plan: Plan, config: Recipe) -> None:
     """That a plan from a file is one for this recipe and, as far as that is known, for these devices."""
     known = type(config.placement).model_fields
     if unknown := [name for name in plan.workers if name not in known]:
