@@ -1,11 +1,16 @@
 """The token log: what it costs an engine, how many bytes a token takes, how fast sequences in flight come back.
 
-    python benchmarks/token_log.py [--model PATH] [--device cuda] [--requests 256] [--tokens 256] [--repeats 5]
+    python benchmarks/token_log.py [--model PATH] [--device cuda] [--requests 256] [--tokens 256] [--repeats 15]
 
 Prints JSON lines:
 
-    {"what": "throughput", "log": "off" | "on", "tokens_per_s": …}    alternating, the same requests in both
-    {"what": "cost", "share": …}                                      1 − on / off, medians
+    {"what": "pair", "off_s": …, "on_s": …, "off_cpu_s": …, "on_cpu_s": …, "own_s": …}
+                          as many requests of the same lengths, one after the other, in turns either way first
+    {"what": "cost", "of": "wall" | "cpu" | "own", "share": …, "low": …, "high": …}
+                          wall, cpu: on / off − 1, the processor's time being that of all threads. own: the processor's
+                          time inside the log and what is made for it, counted where it is spent, over the rest of the
+                          same run: it does not depend on what else the machine does. The median of the pairs, and a
+                          95 % bootstrap interval of it
     {"what": "bytes", "per_token": …}                                 on disk, before anything is removed
     {"what": "recovery", "sequences": …, "find_s": …, "prefill_s": …, "share": …}
                           a killed engine's sequences: found in its log, against the prefill that continues them
@@ -21,19 +26,24 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rill.inference.base import Completion, Request
 from rill.inference.gate import EngineGate
 from rill.inference.native.engine import NativeEngine
+from rill.inference.native.sequence import Sequence
 from rill.journal.logged import LoggedEngine
 from rill.journal.reader import LogReader, segments
 from rill.journal.token_log import FOLDER, JournalConfig, TokenLog
 from rill.models.loading import ModelConfig
 from rill.types import SamplingParams
+from rill.workflows.policy import Asked
 
 SHAPE = {
     "model_type": "qwen2",
@@ -57,7 +67,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--in-flight", type=int, default=1000)
     given = parser.parse_args()
     model = ModelConfig(path=given.model) if given.model else ModelConfig(shape=SHAPE, tokenizer=None)
@@ -73,30 +83,71 @@ def main() -> None:
         ]
 
     gate = EngineGate(engine)
-    rates: dict[str, list[float]] = {"off": [], "on": []}
+    pairs: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(dir=os.environ.get("RILL_BENCH_DIR")) as folder:
         log = TokenLog(Path(folder), "rollout-0", JournalConfig())
         logged = LoggedEngine(gate, log, delay_s=JournalConfig().delay_s, decode=str)
+        own = OwnTime()
+        ways: list[tuple[str, Asked]] = [("off", gate), ("on", logged)]
         for repeat in range(-1, given.repeats):  # the first warms up
-            for name, asked in (("off", gate), ("on", logged)):
+            pair: dict[str, float] = {}
+            for name, asked in ways[:: 1 if repeat % 2 else -1]:
                 batch = requests(f"{name}{repeat}", given.requests)
-                began = time.perf_counter()
+                began_s, began_cpu_s, began_own_s = time.perf_counter(), time.process_time(), own()
                 done: list[Completion] = [future.result(600) for future in asked.submit(batch, 0)]
-                rate = sum(len(each.token_ids) for each in done) / (time.perf_counter() - began)
-                if repeat >= 0:
-                    rates[name].append(rate)
-                    print(
-                        json.dumps({"what": "throughput", "log": name, "tokens_per_s": round(rate)}),
-                        flush=True,
-                    )
+                pair[f"{name}_s"] = time.perf_counter() - began_s
+                pair[f"{name}_cpu_s"] = time.process_time() - began_cpu_s
+                if name == "on":
+                    pair["own_s"] = own() - began_own_s
+                assert all(len(each.token_ids) == given.tokens for each in done)
+            if repeat >= 0:
+                pairs.append(pair)
+                print(
+                    json.dumps({"what": "pair", **{key: round(s, 3) for key, s in pair.items()}}), flush=True
+                )
         log.close()
         num_tokens = given.requests * given.tokens * (given.repeats + 1)
         num_bytes = sum(path.stat().st_size for path in segments(Path(folder) / FOLDER))
-    share = 1 - statistics.median(rates["on"]) / statistics.median(rates["off"])
-    print(json.dumps({"what": "cost", "share": round(share, 4)}))
+    for of, suffix in (("wall", "s"), ("cpu", "cpu_s")):
+        shares = [pair[f"on_{suffix}"] / pair[f"off_{suffix}"] - 1 for pair in pairs]
+        print(json.dumps({"what": "cost", "of": of, **median_with_interval(shares)}))
+    shares = [pair["own_s"] / (pair["on_cpu_s"] - pair["own_s"]) for pair in pairs]
+    print(json.dumps({"what": "cost", "of": "own", **median_with_interval(shares)}))
     print(json.dumps({"what": "bytes", "per_token": round(num_bytes / num_tokens, 2)}))
     print(json.dumps(recovery(engine, requests("lost", given.in_flight), given.tokens)), flush=True)
     engine.close()
+
+
+class OwnTime:
+    """The processor's time that goes to the log: its writer's thread, and on the engine's thread what makes, takes and
+    ends the pieces that are written."""
+
+    def __init__(self) -> None:
+        (writer,) = (thread for thread in threading.enumerate() if thread.name == "token-log")
+        assert writer.ident is not None
+        self._writer_clock = time.pthread_getcpuclockid(writer.ident)
+        self._engine_s = 0.0
+        for owner, name in ((Sequence, "take_delta"), (LoggedEngine, "_tokens"), (LoggedEngine, "_ended")):
+            setattr(owner, name, self._clocked(getattr(owner, name)))
+
+    def __call__(self) -> float:
+        return self._engine_s + time.clock_gettime(self._writer_clock)
+
+    def _clocked(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*arguments: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return method(*arguments)
+            finally:
+                self._engine_s += time.thread_time() - began_s
+
+        return clocked
+
+
+def median_with_interval(values: list[float]) -> dict[str, float]:
+    draws = np.random.default_rng(0).choice(np.asarray(values), (10_000, len(values)))
+    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
+    return {"share": round(statistics.median(values), 4), "low": round(low, 4), "high": round(high, 4)}
 
 
 def recovery(engine: NativeEngine, lost: list[Request], num_tokens: int) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rill.telemetry.run import RUNS_FOLDER, list_runs
+from rill.telemetry.run import RUNS_FOLDER, Run, list_runs
 
 RUNS = Path(RUNS_FOLDER)
 
@@ -23,6 +23,15 @@ def recipe_names(incomplete: str) -> list[str]:
 
 def run_names(incomplete: str) -> list[str]:
     return [run.name for run in list_runs() if run.name.startswith(incomplete)]
+
+
+def model_path(model: str) -> str:
+    """What MODEL names: the model that a run has left, a folder, or a name of the hub. Light: a wrong name is answered
+    before anything is imported."""
+    run = Run.find(model)
+    if run is None and "/" not in model and not Path(model).exists():
+        run = Run.open(model)  # tells the runs there are
+    return model if run is None else str(run.trained_model())
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

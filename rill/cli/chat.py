@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rill.cli.arguments import Model
+from rill.cli.arguments import Model, model_path
 from rill.cli.console import say, waiting
 from rill.errors import UserError
 from rill.types import Message, Prompt, SamplingParams, TokenIds
@@ -46,6 +46,7 @@ def chat(
       rill chat Qwen/Qwen2.5-0.5B-Instruct --temperature 0.7
       echo "176+413=" | rill chat demo
     """
+    model_path(model)  # a wrong name is answered at once
     with waiting("loading"):
         from rill.cli.serving import build_config, build_engine, card_of, model_of, template_of
         from rill.data.chat import PromptEncoder

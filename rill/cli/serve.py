@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rill.cli.arguments import Model
+from rill.cli.arguments import Model, model_path
 from rill.cli.console import complain, waiting
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -47,6 +47,7 @@ def serve_model(
       rill serve models/large --tensor-parallel-size 2
       RILL_API_KEYS=k1,k2 RILL_ADMIN_KEY=secret rill serve models/tiny --host 0.0.0.0
     """
+    model_path(model)  # a wrong name is answered at once
     with waiting("loading"):
         from rill.cli.serving import CLIENT_KEYS_VARIABLE, build_config, run
 

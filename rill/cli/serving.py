@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from rill.cli.arguments import model_path
 from rill.cli.console import complain, say
 from rill.config import Config, OneOf, PartConfig, resolve
 from rill.config.files import with_overrides
@@ -21,7 +22,6 @@ from rill.inference.server.replica_set import RouterConfig
 from rill.inference.server.router import Router
 from rill.models.card import TrainingCard, read_card
 from rill.models.loading import ModelConfig, load_tokenizer, model_folder
-from rill.telemetry.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,12 +59,8 @@ def build_config(
     tensor_parallel_size: int = 1,
     isolate: bool = False,
 ) -> ServeConfig:
-    run = Run.find(model)  # a run stands for the model it left
-    if run is None and "/" not in model and not Path(model).exists():
-        Run.open(model)  # tells the runs there are
-    path = model if run is None else str(run.trained_model())
     values: dict[str, Any] = {
-        "engine": {"type": engine, "model": {"path": path}},
+        "engine": {"type": engine, "model": {"path": model_path(model)}},
         "server": {"port": port, "host": host, "model_name": name or Path(model).name},
         "router": {"num_replicas": num_replicas},
         "isolate": isolate,

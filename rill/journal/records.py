@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,8 +60,17 @@ class Opened(NamedTuple):
     id: str
 
 
+class Said(NamedTuple):
+    """Tokens that one sequence gained, to be written."""
+
+    number: int
+    token_ids: TokenIds
+    logprobs: Floats
+    versions: Ints
+
+
 class Entry(NamedTuple):
-    """Tokens that one sequence gained, all of one version."""
+    """Of those, as they are read: all of one version."""
 
     number: int
     version: int
@@ -114,17 +123,27 @@ def encode(record: Opened | Finished | Experts | Event) -> bytes:
             return _record(Kind.EVENT, json.dumps(list(record), separators=(",", ":")).encode())
 
 
-def encode_tokens(entries: Sequence[Entry]) -> bytes:
-    """Of one version; the order of the entries is kept."""
-    split = [part for entry in entries for part in _split(entry)]
-    parts = [
-        _TOKENS.pack(split[0].version, len(split)),
-        np.array([entry.number for entry in split], "<u4").tobytes(),
-        np.array([len(entry.token_ids) for entry in split], "<u2").tobytes(),
-        *(np.asarray(entry.token_ids, "<i4").tobytes() for entry in split),
-        *(np.asarray(entry.logprobs, "<f4").tobytes() for entry in split),
-    ]
-    return _record(Kind.TOKENS, b"".join(parts))
+def encode_tokens(said: Sequence[Said]) -> list[bytes]:
+    """In their order; a record for each run of one version. Whole columns at a time: an engine's thread pays for it."""
+    counts = np.array([len(one.token_ids) for one in said])
+    if not counts.sum():
+        return []
+    ids_T = np.concatenate([one.token_ids for one in said]).astype("<i4", copy=False)
+    logprobs_T = np.concatenate([one.logprobs for one in said]).astype("<f4", copy=False)
+    versions_T = np.concatenate([one.versions for one in said])
+    ends = np.cumsum(counts)
+    changes = np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1
+    pieces = [np.arange(start, end, _MOST) for start, end in zip(ends - counts, ends) if end - start > _MOST]
+    starts_E = np.unique(np.concatenate([(ends - counts)[counts > 0], changes, *pieces]))  # E entry
+    numbers_E = np.array([one.number for one in said], "<u4")[np.searchsorted(ends, starts_E, side="right")]
+    counts_E = np.diff(starts_E, append=len(ids_T)).astype("<u2")
+    records = []
+    for start, end in pairwise([0, *changes.tolist(), len(ids_T)]):
+        first, last = np.searchsorted(starts_E, (start, end)).tolist()
+        columns = (numbers_E[first:last], counts_E[first:last], ids_T[start:end], logprobs_T[start:end])
+        head = _TOKENS.pack(int(versions_T[start]), last - first)
+        records.append(_record(Kind.TOKENS, b"".join([head, *(column.tobytes() for column in columns)])))
+    return records
 
 
 def _encode_finish(finished: Finished) -> bytes:
@@ -145,28 +164,6 @@ def _encode_finish(finished: Finished) -> bytes:
         versions[:1] if is_one else versions,
     )
     return b"".join([head, text, *(column.tobytes() for column in columns)])
-
-
-def by_version(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """The entries in lists of one version each, in the order they came in."""
-    return (list(same) for _, same in groupby(entries, key=lambda entry: entry.version))
-
-
-def entries_of(number: int, token_ids: TokenIds, logprobs: Floats, versions: Ints) -> list[Entry]:
-    """Tokens cut where their version changes."""
-    if len(token_ids) == 0:
-        return []
-    cuts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist(), len(versions)]
-    return [
-        Entry(number, int(versions[start]), token_ids[start:end], logprobs[start:end])
-        for start, end in zip(cuts, cuts[1:])
-    ]
-
-
-def _split(entry: Entry) -> Iterator[Entry]:
-    for start in range(0, len(entry.token_ids), _MOST):
-        end = start + _MOST
-        yield entry._replace(token_ids=entry.token_ids[start:end], logprobs=entry.logprobs[start:end])
 
 
 def _record(kind: Kind, payload: bytes) -> bytes:

@@ -21,14 +21,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field
 
 from rill.config import Config
 from rill.errors import JournalError
 from rill.journal import records
-from rill.journal.records import Entry, Event, Experts, Finished, Opened
+from rill.journal.records import Event, Experts, Finished, Opened, Said
 from rill.types import Floats, Ints, Picture, TokenIds
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class JournalConfig(Config):
 
     enabled: bool = True
     """Off: what was sampled after the last checkpoint, or on an engine that dies, is sampled again."""
-    delay_s: float = Field(0.2, ge=0)
+    delay_s: float = Field(0.5, ge=0)
     """How long a token may wait before it is written: what a killed engine loses of each answer."""
     sync_s: float = Field(1.0, ge=0)
     """How long what is written may wait before it would survive a loss of power. 0: the operating system decides."""
@@ -54,15 +54,6 @@ class JournalConfig(Config):
     keep: bool = False
     """Keep files that no checkpoint needs any more, to prove afterwards what was trained on. Off: they are removed once
     all their groups are trained on, or dropped, and the oldest checkpoint was taken after that."""
-
-
-class Said(NamedTuple):
-    """Tokens that a sequence gained."""
-
-    number: int
-    token_ids: TokenIds
-    logprobs: Floats
-    versions: Ints
 
 
 class TokenLog:
@@ -233,13 +224,15 @@ class TokenLog:
 def encode(items: Sequence[Opened | Said | Finished | Experts | Event]) -> bytes:
     """In their order; tokens that follow each other are one record."""
     parts: list[bytes] = []
-    entries: list[Entry] = []
+    said: list[Said] = []
     for item in items:
         if isinstance(item, Said):
-            entries += records.entries_of(*item)
+            said.append(item)
             continue
-        parts += map(records.encode_tokens, records.by_version(entries))
-        entries = []
+        if said:
+            parts += records.encode_tokens(said)
+            said = []
         parts.append(records.encode(item))
-    parts += map(records.encode_tokens, records.by_version(entries))
+    if said:
+        parts += records.encode_tokens(said)
     return b"".join(parts)

@@ -54,14 +54,18 @@ def samples_of(group: dict[str, Any]) -> list[Said]:
 
 
 def then_and_now(run: Run) -> list[Said]:
-    """A typical sample of the first and of the last recorded group; empty when fewer than two were recorded.
+    """A typical sample of the first and of the last recorded version; empty when fewer than two groups were recorded.
 
     Typical is the sample with the median reward: the best would flatter, the worst would slander.
     """
     groups = [group for group in read_rollouts(run) if group["samples"]]
     if len(groups) < 2:
         return []
-    return [_typical(samples_of(group)) for group in (groups[0], groups[-1])]
+    ends = (groups[0]["version"], groups[-1]["version"])
+    return [
+        _typical([said for group in groups if group["version"] == end for said in samples_of(group)])
+        for end in ends
+    ]
 
 
 def latest_error(run: Run) -> str:

@@ -65,6 +65,30 @@ def test_help_lists_every_command_without_importing_one(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("command", ["chat", "serve", "eval"])
+def test_a_model_that_nobody_knows_is_told_before_anything_heavy_is_imported(
+    tmp_path: Path, command: str
+) -> None:
+    code = (
+        "import sys; from rill.cli.main import main\n"
+        f"sys.argv = ['rill', {command!r}, 'nobody']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 2, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=env,
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'nobody'" in done.stderr
+
+
 def _pages(name: str) -> list[tuple[str, ...]]:
     """A command, and those inside it."""
     command: Any = typer.main.get_command(load_target(COMMANDS[name][0]))

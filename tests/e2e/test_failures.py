@@ -1,4 +1,5 @@
-"""One run that loses, one after another, an engine, its trainer and its driver, beside one that loses nothing."""
+"""One run that loses, one after another, an engine, its trainer, both at once and its driver, beside one that loses
+nothing."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def wait_until(is_true: Callable[[], bool], what: str, explain: Callable[[], str
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-def test_killing_an_engine_the_trainer_and_the_driver_changes_no_bit_of_the_result(
+def test_killing_an_engine_the_trainer_both_and_the_driver_changes_no_bit_of_the_result(
     whole: Run, tmp_path: Path
 ) -> None:
     settings = (*EXACT, "loop.checkpoint_every=3", "journal.keep=true")
@@ -105,6 +106,13 @@ def test_killing_an_engine_the_trainer_and_the_driver_changes_no_bit_of_the_resu
     first.wait_for("actor[0] lost: going on from step 3 and the token log")
     first.wait_for_step(5)
     assert first.pid("rollout[0]") == engine, "the engine stayed"
+    hub = first.pid("hub")
+    first.kill("actor[0]")
+    first.kill("rollout[0]")
+    told = "lost: going on from step"  # of the trainer alone above; of whichever is seen first now
+    wait_until(lambda: "\nstep " in "".join(first.output.split(told)[2:]), "step", lambda: first.output)
+    assert first.pid("hub") == hub, "in the same cluster"
+    assert first.pid("rollout[0]") != engine
     first.process.kill()
     first.wait()
     first.check_nobody_is_left()

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from rill.errors import JournalError
-from rill.journal import token_log
+from rill.journal import records, token_log
 from rill.journal.compaction import Compaction
 from rill.journal.reader import LogReader, segments
-from rill.journal.records import Finished
+from rill.journal.records import Finished, Said
 from rill.journal.token_log import FOLDER, JournalConfig, TokenLog
 from rill.types import StopReason
 
@@ -65,6 +65,28 @@ def test_sequences_come_back_with_every_token_version_and_end(tmp_path: Path) ->
     running = reader_of(tmp_path).sequence("g00000001/1#a")
     assert running is not None and not running.is_finished and running.token_ids.tolist() == [50, 51, 52]
     log.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_commit_of_any_lengths_and_versions_is_read_as_it_was_written(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    written: dict[int, list[tuple[int, float, int]]] = {}
+    said = []
+    for number in rng.integers(0, 5, 12).tolist():
+        count = int(rng.choice([0, 1, 3, 70_000 if seed == 0 else 9]))
+        ids, versions = rng.integers(0, 1 << 17, count), np.sort(rng.integers(1, 4, count))
+        logprobs = -rng.random(count).astype(np.float32)
+        said.append(Said(number, ids.astype(np.int32), logprobs, versions.astype(np.int32)))
+        written.setdefault(number, []).extend(zip(ids.tolist(), logprobs.tolist(), versions.tolist()))
+    path = tmp_path / "one.log"
+    path.write_bytes(records.MAGIC + b"".join(records.encode_tokens(said)))
+    read: dict[int, list[tuple[int, float, int]]] = {number: [] for number in written}
+    for entries in records.Segment(path).read():
+        assert isinstance(entries, list)
+        for entry in entries:
+            columns = entry.token_ids.tolist(), entry.logprobs.tolist()
+            read[entry.number] += [(token, logprob, entry.version) for token, logprob in zip(*columns)]
+    assert read == written
 
 
 def test_experts_and_stop_strings_come_back_as_they_were(tmp_path: Path) -> None:

@@ -42,7 +42,10 @@ def test_groups_of_all_engines_come_in_the_order_of_their_versions(tmp_path: Pat
 def test_then_and_now_are_typical_and_neither_the_best_nor_the_worst(tmp_path: Path) -> None:
     first = [sample("1", 0.0), sample("4", 1.0), sample("2", 0.0)]
     last = [sample("4", 1.0), sample("3", 0.0), sample("4", 1.0)]
-    then, now = then_and_now(recorded(tmp_path, a=[(1, "g0", first), (2, "g1", last)]))
+    lucky, others = [sample("4", 1.0)] * 2, [sample("9", 0.0)] * 3
+    then, now = then_and_now(
+        recorded(tmp_path, a=[(1, "g0", lucky), (2, "g3", last)], b=[(1, "g1", first), (1, "g2", others)])
+    )
     assert (then.prompt, then.reward, now.response, now.reward) == ("2+2=", 0.0, "4", 1.0)
     assert now.line() == "2+2=▸4   reward 1.00"
 
