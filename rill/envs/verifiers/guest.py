@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def share_certificates() -> None:
-    """verifiers makes a client for every episode, which would read all certificates again: longer than many an answer."""
+    """verifiers makes a client for every episode, which would read all certificates: longer than many an answer."""
     with contextlib.suppress(ImportError, AttributeError):
         transport: Any = importlib.import_module("httpx._transports.default")
         transport.create_ssl_context = functools.cache(transport.create_ssl_context)
