@@ -25,6 +25,7 @@ from rill.envs.agent import Agents
 from rill.envs.base import Environment
 from rill.envs.episode import run_episode
 from rill.inference.base import Completion
+from rill.inference.collector import CollectorHold
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import Message, Picture, Prompt, SamplingParams, StopReason, TokenIds
 
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
+    CollectorHold().take()  # as every worker does that plays episodes
     for kind in ("text", "chat"):
         asyncio.run(measure(kind, 20, options.turns, 32))  # templates and schemas are compiled once
         print(json.dumps(asyncio.run(measure(kind, options.episodes, options.turns, 32))))

@@ -52,7 +52,7 @@ class LongTail(Environment):
             end_s = time.thread_time() + config.reward_s
             while time.thread_time() < end_s:  # holds the interpreter, as a user's parser does
                 pass
-            return float(_number(agents.episode_id + "reward") % 2)
+            return float(number_of(agents.episode_id + "reward") % 2)
         answer = await policy.generate(task, max_new_tokens=config.answer_tokens)
         await policy.generate(answer.then(""), max_new_tokens=length, ignore_eos=True, is_trained=False)
         return float(extract_answer(answer.text, AnswerForm.LAST_NUMBER) == str(task.answer))
@@ -61,7 +61,7 @@ class LongTail(Environment):
         config = self.config
         if group_id[:1] == "g" and group_id[1:].isdigit() and int(group_id[1:]) < config.warmup_groups:
             return config.warmup_tokens
-        normal = np.random.default_rng(_number(trajectory_id)).standard_normal()
+        normal = np.random.default_rng(number_of(trajectory_id)).standard_normal()
         return max(1, min(config.max_tokens, round(config.median_tokens * math.exp(config.sigma * normal))))
 
 
@@ -72,5 +72,5 @@ def random_question(index: int, seed: int) -> dict[str, Any]:
     return {"question": "".join(LETTERS[i] for i in letters), "answer": "0"}
 
 
-def _number(text: str) -> int:
+def number_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

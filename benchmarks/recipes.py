@@ -3,6 +3,7 @@
     python benchmarks/recipes.py                               every recipe that needs no GPU and no download
     python benchmarks/recipes.py demo --seeds 5 --jobs 2       one recipe with five seeds, two at a time
     python benchmarks/recipes.py grpo_smollm2 grpo_gym grpo_lora       the pretrained model (see docs/recipes.md)
+    RILL_VERIFIERS_PYTHON=~/vf/bin/python python benchmarks/recipes.py reverse_text       a package of verifiers
 
 Runs stand in --root; a run that has finished there is read and not made again, so a benchmark that was interrupted goes
 on. The curves of seed 0 are drawn into --curves, `docs/curves` unless told otherwise. Prints a JSON line a run.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +42,8 @@ TINY = (
     "rlhf_ppo",
     "vault",
     "code",
+    "lake",
+    "nim",
 )
 """In this order: those after sft_arithmetic start from its model, rlhf_ppo also from the reward model."""
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -66,9 +70,20 @@ def dapo_on_the_tiny_model(root: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def words_to_reverse(root: Path) -> list[str]:
+    """What reverse_text names and does not come with: its rows, and a Python that has the package."""
+    rows, python = root / "words_to_reverse", os.environ["RILL_VERIFIERS_PYTHON"]
+    subprocess.run([sys.executable, REPOSITORY / "examples" / "reverse_text_rows.py", rows], check=True)
+    source = {"python": python, "arguments.taskset.dataset_name": rows / "words"}
+    named = [f"{table}.{key}={value}" for table in ("data", "rollout.env") for key, value in source.items()]
+    return [*named, f"sft.data.path={rows / 'warm_up.jsonl'}"]
+
+
 def changes_of(recipe: str, root: Path) -> list[str]:
     if recipe == "dapo_math":
         return dapo_on_the_tiny_model(root)
+    if recipe == "reverse_text":
+        return words_to_reverse(root)
     sections = {"model": "sft_arithmetic", "reward_model.model": "reward_model_arithmetic"}
     changes = {section: f"{section}.path={root / run / 'model'}" for section, run in sections.items()}
     if recipe in ("sft_then_grpo", "dpo_arithmetic", "reward_model_arithmetic"):
@@ -106,13 +121,8 @@ def train(recipe: str, name: str, seed: int, args: argparse.Namespace) -> dict[s
 def figures_of(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = read_metrics(run.path)
-    for name in (
-        "eval/accuracy",
-        "reward/mean",
-        "length/response",
-        "sft/loss",
-        "eval/loss",
-    ):
+    sets = sorted({name for row in rows for name in row.values if re.fullmatch(r"eval/[^/]+/accuracy", name)})
+    for name in ("eval/accuracy", *sets, "reward/mean", "length/response", "sft/loss", "eval/loss"):
         values = [row.values[name] for row in rows if name in row.values]
         if values:
             found[name] = [round(values[0], 4), round(values[-1], 4)]

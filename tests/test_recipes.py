@@ -20,8 +20,8 @@ RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"
 PROMISED = {
     "code", "dapo_math", "demo", "dpo_arithmetic", "grpo_arithmetic", "grpo_async", "grpo_gsm8k", "grpo_gsm8k_2x8_ray",
     "grpo_gsm8k_8gpu", "grpo_gsm8k_8gpu_async", "grpo_gym", "grpo_lora", "grpo_moe", "grpo_qwen2.5_1.5b_h200",
-    "grpo_smollm2", "grpo_vlm", "ppo_arithmetic", "reward_model_arithmetic", "rlhf_ppo", "robot", "sft_arithmetic",
-    "sft_then_grpo", "vault",
+    "grpo_smollm2", "grpo_vlm", "lake", "nim", "ppo_arithmetic", "reverse_text", "reward_model_arithmetic", "rlhf_ppo",
+    "robot", "sft_arithmetic", "sft_then_grpo", "vault",
 }  # fmt: skip
 
 TWO_STEPS = ("loop.steps=2", "cluster.threads=1")
@@ -33,6 +33,8 @@ SMALL = {
     "grpo_async": SMALL_RL,
     "grpo_moe": SMALL_RL,
     "grpo_vlm": SMALL_RL,
+    "lake": SMALL_RL,
+    "nim": (*TWO_STEPS, "sft.steps=2", "loop.prompts_per_step=4"),
     "ppo_arithmetic": SMALL_RL,
     "sft_arithmetic": SMALL_SUPERVISED,
 }

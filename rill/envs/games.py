@@ -1,7 +1,7 @@
 """Games by turns: an observation in text, an answer in text, a reward for every step.
 
 Owned here: how a game is told to a model. Its adapters (gymnasium.py, textarena.py) make a `Game` of a library's
-environment. Each step runs in a thread, as libraries block.
+environment; nim.py asks its players itself. Each step runs in a thread, as libraries block.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import Field
 
@@ -77,13 +77,13 @@ async def play(game: Game, task: Prompt, agents: Agents, *, max_turns: int) -> N
         int.from_bytes(hashlib.blake2b(agents.group_id.encode(), digest_size=4).digest(), "little") >> 1
     )
     seed = int(task.metadata.get(SEED, by_group))
-    players: dict[str, _Player] = {}
+    players: dict[str, Player] = {}
     try:
         step = await in_thread(game.start, seed)
         for _ in range(max_turns):
             player = players.get(step.player)
             if player is None:
-                player = players[step.player] = _Player(agents[step.player], task)
+                player = players[step.player] = Player(agents[step.player], task)
             answer = await player.answer(step.observation)
             step = await in_thread(game.move, answer)
             for name, value in step.rewards.items():
@@ -97,28 +97,27 @@ async def play(game: Game, task: Prompt, agents: Agents, *, max_turns: int) -> N
         await in_thread(game.close)
 
 
-class _Player:
+class Player:
     """One side of a game: its conversation, or its text where the task is plain text."""
 
     def __init__(self, agent: Agent, task: Prompt) -> None:
-        self._agent = agent
+        self.agent = agent
         self._task = task
         self._messages: list[Message] = list(task.messages)
         self._last: Reply | None = None
 
-    async def answer(self, observation: str) -> str:
+    async def answer(self, observation: str, **sampling: Any) -> str:
         if self._messages:
             if self._last is None and self._messages[-1].role == "user":  # roles alternate in most templates
                 first = self._messages[-1]
                 self._messages[-1] = replace(first, content=f"{first.content}\n\n{observation}")
             else:
                 self._messages.append(Message(role="user", content=observation))
-            self._last = await self._agent.say(self._messages)
+            self._last = await self.agent.say(self._messages, **sampling)
             self._messages.append(self._last.message)
         elif self._last is None:
-            self._last = await self._agent.generate(
-                replace(self._task, text=f"{self._task.text}{observation}")
-            )
+            first_seen = replace(self._task, text=f"{self._task.text}{observation}")
+            self._last = await self.agent.generate(first_seen, **sampling)
         else:
-            self._last = await self._agent.generate(self._last.then(observation))
+            self._last = await self.agent.generate(self._last.then(observation, role="user"), **sampling)
         return self._last.text

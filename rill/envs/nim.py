@@ -14,14 +14,16 @@ from typing import Literal
 
 from rill.envs.agent import Agent, Agents
 from rill.envs.base import Environment
-from rill.envs.reply import Reply
+from rill.envs.games import Player
 from rill.types import Prompt
 
 MAX_TAKEN = 3
-HEAPS = (5, 20)
+HEAPS = (1, 12)
 """Smallest and largest."""
 END = ";"
 """Of a move."""
+BLANK = Prompt(id="nim", text="")
+"""What players know before they are told of the heap."""
 
 
 class Nim(Environment):
@@ -36,9 +38,9 @@ class Nim(Environment):
         if self.config.opponent == "perfect":
             agents.policy.reward(await _against_perfect(agents.policy, left))
             return
-        mover, other = _Player(agents["first"]), _Player(agents["second"])
+        mover, other = Player(agents["first"], BLANK), Player(agents["second"], BLANK)
         num_won, num_taken = 0, 0
-        while left > 0 and (moved := await mover.move(left)) is not None:
+        while left > 0 and (moved := await _move(mover, left)) is not None:
             num_won += left % (MAX_TAKEN + 1) > 0
             num_taken += moved == left % (MAX_TAKEN + 1)
             left -= moved
@@ -49,28 +51,18 @@ class Nim(Environment):
             agents.metrics["best_moves"] = num_taken / num_won
 
 
-class _Player:
-    def __init__(self, agent: Agent) -> None:
-        self.agent = agent
-        self._last: Reply | None = None
-
-    async def move(self, left: int) -> int | None:
-        """How many it takes; None: what it said is no move."""
-        said = f"{left}:"
-        if self._last is None:
-            self._last = await self.agent.generate(Prompt(id="nim", text=said), stop=[END])
-        else:
-            self._last = await self.agent.generate(self._last.then(said, role="user"), stop=[END])
-        text = self._last.text.removesuffix(END)
-        return int(text) if text in ("1", "2", "3") and int(text) <= left else None
+async def _move(player: Player, left: int) -> int | None:
+    """How many it takes; None: what it said is no move."""
+    text = (await player.answer(f"{left}:", stop=[END])).removesuffix(END)
+    return int(text) if text in ("1", "2", "3") and int(text) <= left else None
 
 
 async def _against_perfect(agent: Agent, left: int) -> float:
     """1: the agent has won."""
-    player = _Player(agent)
+    player = Player(agent, BLANK)
     if left % (MAX_TAKEN + 1) == 0:
         left -= 1
-    while (moved := await player.move(left)) is not None:
+    while (moved := await _move(player, left)) is not None:
         left -= moved
         if left == 0:
             return 1.0

@@ -1,4 +1,4 @@
-"""Python's cycle collector, kept from interrupting an engine that runs on a device, and a server.
+"""Python's cycle collector, kept from interrupting an engine that runs on a device, a server, and episodes.
 
 A full collection walks through everything that lives: with transformers loaded half a million objects and a tenth of a
 second in which no step is launched and no request answered. And a step of 1,000 sequences, or an answer, makes

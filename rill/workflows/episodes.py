@@ -25,6 +25,7 @@ from rill.envs.base import Environment, open_environment
 from rill.envs.episode import run_episode
 from rill.envs.events import MISSING
 from rill.inference.base import Completion
+from rill.inference.collector import CollectorHold
 from rill.inference.policy import PolicyClient
 from rill.journal.checkpoints import needed_now
 from rill.journal.reader import LogReader
@@ -87,8 +88,11 @@ class Episodes:
         self._log = RolloutLog(run_dir, process, self.tokenizer, settings.rollout.log_groups)
         self._journal = journal
         self._before = LogReader(run_dir, partial(needed_now, run_dir))
+        self._collector = CollectorHold()
+        self._collector.take()
 
     def close(self) -> None:
+        self._collector.give_back()
         for environment in set(self._environments.values()):
             environment.close()
         self._log.close()

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import signal
-import ssl
 import sys
 import threading
 import traceback
@@ -35,6 +34,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever the package prints goes to standard error
     request = json.loads(sys.stdin.readline())
+    share_certificates()
     try:
         served: Any = Classic(request) if is_classic(request["id"]) else Native(request)
     except Exception as error:  # noqa: BLE001  boundary: a package may raise anything; its last line is what is shown
@@ -49,6 +49,13 @@ def main() -> None:
     threading.Thread(target=end_with_input, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(server.run())
+
+
+def share_certificates() -> None:
+    """verifiers makes a client for every episode, which would read all certificates: longer than many an answer."""
+    with contextlib.suppress(ImportError, AttributeError):
+        transport: Any = importlib.import_module("httpx._transports.default")
+        transport.create_ssl_context = functools.cache(transport.create_ssl_context)
 
 
 def end_with_input() -> None:
@@ -252,8 +259,7 @@ async def converse(
     httpx = importlib.import_module("httpx")
     mcp = importlib.import_module("verifiers.v1.harnesses.utils.mcp") if servers else None
     async with contextlib.AsyncExitStack() as stack:
-        settings = {"timeout": None, "verify": certificates(), "trust_env": False}
-        client = await stack.enter_async_context(httpx.AsyncClient(**settings))
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
         tools: list[dict[str, Any]] = []
         dispatch: dict[str, Any] = {}
         connected: dict[str, Any] = {}
@@ -273,12 +279,6 @@ async def converse(
             for call in message["tool_calls"]:
                 content = await called(mcp, connected, dispatch, call["function"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-
-
-@functools.cache
-def certificates() -> ssl.SSLContext:
-    """Read once: a client that reads them for every episode takes longer to make than many an answer."""
-    return ssl.create_default_context()
 
 
 async def called(
