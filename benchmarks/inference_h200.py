@@ -9,6 +9,7 @@ from the bytes and operations that the work needs and the rates measured on the 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import resource
 import time
@@ -351,6 +352,150 @@ def speculation(shared: NativeEngine) -> None:
     drafting.close()
 
 
+def fp8_products() -> None:
+    """The products of a layer in bf16 and FP8, µs each by replay of a graph; every product has a weight of its own, so
+    that none is found in the cache."""
+    torch.manual_seed(0)
+    for name, num_out, num_in in (
+        ("qkv", 2048, 1536), ("out", 1536, 1536), ("gate_up", 17920, 1536), ("down", 1536, 8960),
+    ):  # fmt: skip
+        count = max(3, min(24, 240_000_000 // (2 * num_out * num_in)))
+        weights = [torch.randn(num_out, num_in, device="cuda").mul_(0.02).bfloat16() for _ in range(count)]
+        for rows in (16, 64, 256, 4096):
+            products = Products(weights, rows, is_gated=name == "gate_up")
+            measure_products(name, rows, products.wanted(), products.variants(), count)
+
+
+class Products:
+    """One product of a layer, by every way there is. Each takes the number of its weight."""
+
+    def __init__(self, weights: list[torch.Tensor], rows: int, *, is_gated: bool) -> None:
+        self.weights, self.rows, self.is_gated = weights, rows, is_gated
+        self.num_out, self.num_in = weights[0].shape
+        self.quantized = [self._quantized(w) for w in weights]
+        self.one = torch.ones((), device="cuda")
+        self.bias = torch.zeros(self.num_out, device="cuda", dtype=torch.bfloat16)
+        self.x = torch.randn(rows, self.num_in, device="cuda").bfloat16()
+        self.x8, self.x_scales = self._quantized(self.x)
+
+    @staticmethod
+    def _quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from rill.models.ops.triton_fp8 import quantize_into
+
+        values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        quantize_into(x, values, scales)
+        return values, scales
+
+    def wanted(self) -> torch.Tensor:
+        return torch.nn.functional.linear(self.x.float(), self.weights[0].float())
+
+    def bf16(self, i: int) -> torch.Tensor:
+        return torch.nn.functional.linear(self.x, self.weights[i])
+
+    def rows_scaled(self, i: int, *, fast: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
+        values, scales = self.quantized[i]
+        return torch._scaled_mm(
+            self.x8, values.t(), scale_a=self.x_scales[:, None], scale_b=scales[None], bias=bias,
+            out_dtype=torch.bfloat16, use_fast_accum=fast,
+        )  # fmt: skip
+
+    def whole_scaled(self, i: int) -> torch.Tensor:
+        return torch._scaled_mm(
+            self.x8, self.quantized[i][0].t(), scale_a=self.one, scale_b=self.one, out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )  # fmt: skip
+
+    def quantize(self, i: int) -> None:
+        from rill.models.ops.triton_fp8 import quantize_into
+
+        quantize_into(self.x, self.x8, self.x_scales)
+
+    def quantize_and_scaled(self, i: int) -> torch.Tensor:
+        self.quantize(i)
+        return self.rows_scaled(i, fast=True)
+
+    def ours(self, i: int, *, kind: str, shape: Any) -> torch.Tensor:
+        """w8a16: a weight of 8 bits becomes bf16 in registers; w8a8: both sides have 8 bits."""
+        from rill.models.ops.triton_skinny import gated_product, product
+
+        options: dict[str, Any] = {"is_gelu": False} if self.is_gated else {"dtype": torch.float32}
+        call = gated_product if self.is_gated else product
+        if kind == "bf16":
+            return call(self.x, self.weights[i], shape, **options)
+        values, scales = self.quantized[i]
+        if kind == "w8a8":
+            return call(self.x8, values, shape, x_scales=self.x_scales, weight_scales=scales, **options)
+        return call(self.x, values, shape, weight_scales=scales, widen=2, **options)
+
+    def variants(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "bf16": self.bf16,
+            "row-wise, fast accumulation": functools.partial(self.rows_scaled, fast=True),
+            "row-wise": functools.partial(self.rows_scaled, fast=False),
+            "row-wise, fast, bias": functools.partial(self.rows_scaled, fast=True, bias=self.bias),
+            "quantise, row-wise, fast": self.quantize_and_scaled,
+            "per tensor, fast": self.whole_scaled,
+            "quantise alone": self.quantize,
+        }
+        if self.rows > 256 or (self.rows == 256 and self.is_gated):
+            return found
+        tiles = {
+            16: [(64 if self.is_gated else 128, 128, 4, 4), (64 if self.is_gated else 128, 256, 3, 4)],
+            64: [(64, 128, 4, 4), (64, 256, 3, 4)],
+            256: [(128, 128, 3, 8), (64, 128, 4, 4)],
+        }[self.rows]
+        for tile_n, tile_k, num_stages, num_warps in tiles:
+            shape = self._shape(tile_n, tile_k, num_stages, num_warps)
+            kinds = ["w8a8"] if self.rows == 256 else ["w8a8", "w8a16", *["bf16"] * (tile_k == 128)]
+            for kind in kinds:
+                label = f"ours {kind}, tile {tile_n} x {tile_k}, {shape.num_parts} parts, {num_stages} stages"
+                found[label] = functools.partial(self.ours, kind=kind, shape=shape)
+        return found
+
+    def _shape(self, tile_n: int, tile_k: int, num_stages: int, num_warps: int) -> Any:
+        from rill.models.ops.triton_skinny import ProductShape
+
+        if self.is_gated:
+            return ProductShape(1, tile_n, tile_k, num_stages, num_warps, 0)
+        num_blocks = self.num_in // tile_k
+        num_parts = min(max(1, 132 // -(-self.num_out // tile_n)), num_blocks)
+        num_parts = -(-num_blocks // -(-num_blocks // num_parts))
+        prefetch = (4 << 20) // (self.num_out * num_parts) // 128 * 128
+        return ProductShape(num_parts, tile_n, tile_k, num_stages, num_warps, prefetch)
+
+
+def measure_products(name: str, rows: int, wanted: Any, variants: dict[str, Any], count: int) -> None:
+    figures: dict[str, Any] = {}
+    for label, call in variants.items():
+        try:
+            out = call(0)
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                call(1)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    for i in range(count):
+                        call(i)
+            graph.replay()
+            torch.cuda.synchronize()
+            repeats = 8
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(repeats):
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            figures[label] = [round(1000 * begin.elapsed_time(end) / (repeats * count), 2)]
+            if out is not None:
+                out = out.float().sum(0) if out.ndim == 3 else out.float()
+                if out.shape == wanted.shape:  # a gated product has half the width
+                    figures[label].append(round(float((out - wanted).norm() / wanted.norm()), 4))
+        except Exception as error:  # noqa: BLE001 boundary: a variant that fails must not hide the others' figures
+            figures[label] = f"{type(error).__name__}: {error}"[:200]
+    report(product=name, rows=rows, us_and_error=figures)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
@@ -366,6 +511,12 @@ def main() -> None:
     report(device=torch.cuda.get_device_name(), torch=torch.__version__)
     torch.backends.cuda.matmul.allow_tf32 = True
     start = time.perf_counter()
+    if "fp8_products" in wanted:  # needs no engine
+        wanted.remove("fp8_products")
+        fp8_products()
+        report(part="fp8_products", seconds=round(time.perf_counter() - start, 1))
+        if not wanted:
+            return
     engine = make_engine(num_scheduler_steps=arguments.steps)
     report(steps_to_a_turn=arguments.steps)
     report(part="load", seconds=round(time.perf_counter() - start, 1))

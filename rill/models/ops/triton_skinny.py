@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rill.models.ops.triton_fp8 import widened
 from rill.models.ops.triton_language import (
     await_inputs,
     ceil_div,
@@ -70,9 +71,10 @@ def _activated(gate, up, kind: tl.constexpr, GELU: tl.constexpr):  # type: ignor
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, out_ptr, rows, num_out, num_in, part_in, prefetch_bytes,
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, out_ptr, rows, num_out, num_in, part_in, prefetch_bytes,
     GATED: tl.constexpr, GELU: tl.constexpr, TILE_B: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr, HAS_W_SCALE: tl.constexpr, WIDEN: tl.constexpr, PREFETCH: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[part, row, n] = Σ x[row, k] w[n, k] over the part's k; GATED: act(gate) · up, w being gates above ups."""
     i = tl.arange(0, TILE_N)
@@ -89,9 +91,10 @@ def _product(  # type: ignore[no-untyped-def]
     w_rows = w_ptr + w_row.to(tl.int64) * num_in
     if PREFETCH:
         # In two halves a row, one to a thread: what several threads hold alike is asked for several times.
-        size = tl.minimum(prefetch_bytes, (end - first) * 2) // 2
+        width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+        size = tl.minimum(prefetch_bytes, (end - first) * width) // 2
         halves = tl.zeros([TILE_N, 2], tl.int32) + size
-        _prefetch((w_rows + first)[:, None] + tl.arange(0, 2)[None, :] * (size // 2), halves)
+        _prefetch((w_rows + first)[:, None] + tl.arange(0, 2)[None, :] * (size // width), halves)
     await_inputs(PDL)
     b = tl.arange(0, TILE_B)
     k = tl.arange(0, TILE_K)
@@ -101,7 +104,16 @@ def _product(  # type: ignore[no-untyped-def]
     for at in range(first, end, TILE_K):
         w = tl.load(w_at + at)
         x = tl.load(x_at + at, mask=(b < rows)[:, None], other=0.0)
+        if WIDEN == 3:
+            w = w.to(tl.float16)
+            x = x.to(tl.float16)
+        elif WIDEN > 0:
+            w = widened(w, x.dtype, WIDEN == 2)
         acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    if HAS_W_SCALE:
+        acc = acc * tl.load(w_scale_ptr + w_row)[:, None]
+    if HAS_X_SCALE:
+        acc = acc * tl.load(x_scale_ptr + b, mask=b < rows, other=0.0)[None, :]
     kind: tl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_N // 2, TILE_B)), (1, 2, 0)))
@@ -209,42 +221,62 @@ def _turn_parts(  # type: ignore[no-untyped-def]
 
 
 def product(
-    x_BK: torch.Tensor, weight_NK: torch.Tensor, shape: ProductShape, *, dtype: torch.dtype
+    x_BK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    shape: ProductShape,
+    *,
+    dtype: torch.dtype,
+    x_scales: torch.Tensor | None = None,
+    weight_scales: torch.Tensor | None = None,
+    widen: int = 0,
 ) -> torch.Tensor:
-    """Parts [P, B, N] whose sum is x @ weight.T."""
+    """Parts [P, B, N] whose sum is x @ weight.T. A weight of 8 bits has a scale for each row, and so has such an x."""
     num_out = weight_NK.shape[0]
     out = torch.empty(shape.num_parts, len(x_BK), num_out, dtype=dtype, device=x_BK.device)
-    return _launch(x_BK, weight_NK, out, shape, num_out, is_gated=False, is_gelu=False)
+    scales = (x_scales, weight_scales)
+    return _launch(x_BK, weight_NK, scales, out, shape, num_out, is_gated=False, is_gelu=False, widen=widen)
 
 
 def gated_product(
-    x_BK: torch.Tensor, weight_NK: torch.Tensor, shape: ProductShape, *, is_gelu: bool
+    x_BK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    shape: ProductShape,
+    *,
+    is_gelu: bool,
+    x_scales: torch.Tensor | None = None,
+    weight_scales: torch.Tensor | None = None,
+    widen: int = 0,
 ) -> torch.Tensor:
     """act(x @ gate.T) · (x @ up.T), gates being the first half of the weight's rows."""
     assert shape.num_parts == 1
     num_out = weight_NK.shape[0] // 2
-    out = torch.empty(len(x_BK), num_out, dtype=x_BK.dtype, device=x_BK.device)
-    return _launch(x_BK, weight_NK, out, shape, num_out, is_gated=True, is_gelu=is_gelu)
+    dtype = torch.bfloat16 if x_BK.dtype.itemsize == 1 else x_BK.dtype
+    out = torch.empty(len(x_BK), num_out, dtype=dtype, device=x_BK.device)
+    scales = (x_scales, weight_scales)
+    return _launch(x_BK, weight_NK, scales, out, shape, num_out, is_gated=True, is_gelu=is_gelu, widen=widen)
 
 
 def _launch(
     x_BK: torch.Tensor,
     weight_NK: torch.Tensor,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
     out: torch.Tensor,
     shape: ProductShape,
     num_out: int,
     *,
     is_gated: bool,
     is_gelu: bool,
+    widen: int,
 ) -> torch.Tensor:
     rows, num_in = x_BK.shape
     num_tiles = ceil_div(num_out, shape.tile_n // 2 if is_gated else shape.tile_n)
     part_in = ceil_div(num_in // shape.tile_k, shape.num_parts) * shape.tile_k
     early = early_launch(x_BK.device)
     _product[(num_tiles, shape.num_parts)](
-        x_BK, weight_NK, out, rows, num_out, num_in, part_in, shape.prefetch_bytes, GATED=is_gated, GELU=is_gelu,
-        TILE_B=max(16, power_of_2(rows)), TILE_N=shape.tile_n, TILE_K=shape.tile_k,
-        PREFETCH=early["PDL"] and shape.prefetch_bytes > 0 and x_BK.dtype.itemsize == 2,
+        x_BK, weight_NK, *scales, out, rows, num_out, num_in, part_in, shape.prefetch_bytes, GATED=is_gated,
+        GELU=is_gelu, TILE_B=max(16, power_of_2(rows)), TILE_N=shape.tile_n, TILE_K=shape.tile_k,
+        HAS_X_SCALE=scales[0] is not None, HAS_W_SCALE=scales[1] is not None, WIDEN=widen,
+        PREFETCH=early["PDL"] and shape.prefetch_bytes > 0 and x_BK.dtype.itemsize <= 2,
         PRECISION=precision(x_BK.dtype), num_warps=shape.num_warps, num_stages=shape.num_stages, **early,
     )  # fmt: skip
     return out

@@ -1,0 +1,68 @@
+"""Rows of numbers in 8 bits (e4m3) with a scale each: written by the kernels that make them, or by one of their own.
+
+A row's scale is its largest magnitude over 448, the largest that the format holds.
+
+Called by rill.models.decode.quantized. Axes: B row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, tl, triton
+
+
+@triton.jit
+def store_fp8(x, out_ptr, scale_ptr, row, size, at, mask):  # type: ignore[no-untyped-def]
+    """One row of float32, whole in this program; what is masked is 0."""
+    largest = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12)
+    tl.store(scale_ptr + row, largest / 448.0)
+    tl.store(out_ptr + row * size + at, (x * (448.0 / largest)).to(tl.float8e4nv), mask=mask)
+
+
+@triton.jit
+def widened(x, kind: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """e4m3 as `kind`, exactly. BITS: bfloat16 by moving bits, and a product with what the exponents' offsets differ in;
+    the chip's own conversion goes through float32."""
+    if BITS:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, s, t, e;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            and.b32 s, a, 0x80008000;
+            and.b32 t, b, 0x80008000;
+            shr.u32 a, a, 4;
+            shr.u32 b, b, 4;
+            lop3.b32 a, a, 0x07f007f0, s, 0xea;
+            lop3.b32 b, b, 0x07f007f0, t, 0xea;
+            mov.b32 e, 0x7b807b80;
+            mul.rn.bf16x2 $0, a, e;
+            mul.rn.bf16x2 $1, b, e;
+            }""",
+            "=r,=r,r",
+            [x.to(tl.uint8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return x.to(tl.float32).to(kind)
+
+
+@triton.jit
+def _quantize(x_ptr, out_ptr, scale_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < size
+    x = tl.load(x_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
+    store_fp8(x, out_ptr, scale_ptr, row, size, at, mask)
+
+
+def quantize_into(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """x [B, K] into e4m3 values [B, K] and float32 scales [B], all contiguous."""
+    rows, size = x.shape
+    block = power_of_2(size)
+    _quantize[(rows,)](
+        x, values, scales, size, BLOCK=block, num_warps=4 if block <= 2048 else 8, **early_launch(x.device)
+    )
