@@ -364,6 +364,38 @@ def fp8_products() -> None:
         for rows in (16, 64, 256, 4096):
             products = Products(weights, rows, is_gated=name == "gate_up")
             measure_products(name, rows, products.wanted(), products.variants(), count)
+    fp8_attention()
+
+
+def fp8_attention() -> None:
+    """Decode attention of 256 sequences with 280 tokens each, over keys and values of 16 and of 8 bits."""
+    from rill.models.decode.decode_work import DecodeWork, work_in_runs
+    from rill.models.ops.triton_decode import DecodeAttention
+
+    rows, tokens, layers = 256, 280, 4
+    blocks = -(-tokens // 16)
+    numbers = np.arange(rows, dtype=np.int32)
+    entries, runs = work_in_runs(np.full(rows, tokens, dtype=np.int32), numbers, rows)
+    work = DecodeWork(torch.from_numpy(entries).cuda(), runs)
+    tables = torch.arange(1, rows * blocks + 1, dtype=torch.int32, device="cuda").view(rows, blocks)
+    query = torch.randn(rows, 16 * 128, device="cuda").bfloat16()
+    size = (layers, 2, rows * blocks + 1, 16, 2, 128)
+    cache = torch.randn(size, device="cuda").bfloat16()
+    attend = DecodeAttention(
+        num_heads=12, num_kv_heads=2, head_dim=128, max_rows=rows, device=torch.device("cuda", 0)
+    )
+
+    def run(i: int, *, held: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(rows, 12, 128, dtype=torch.bfloat16, device="cuda")
+        keys, values = held[i]
+        attend(query, query.shape[1], keys, values, tables, work, out, scale=128**-0.5, window=0, softcap=0.0)
+        return out.view(rows, -1)
+
+    variants = {
+        "bf16": functools.partial(run, held=cache),
+        "fp8": functools.partial(run, held=cache.to(torch.float8_e4m3fn)),
+    }
+    measure_products("attention", rows, run(0, held=cache).float(), variants, layers)
 
 
 class Products:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rill.models.decode.decode_work import GROUP_ROWS, MAX_PIECES, TILE, WORDS, DecodeWork
+from rill.models.ops.triton_fp8 import widened, widening
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
 
@@ -58,7 +59,8 @@ def _join(  # type: ignore[no-untyped-def]
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q, keys_ptr, values_ptr, table, kv, begin, end, first, top, total, scale, cap, K: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_CAP: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries over tokens [begin, end) from `first` on: (Σ of values, largest score, Σ of weights)."""
     d = tl.arange(0, DP)
@@ -73,6 +75,9 @@ def _attend(  # type: ignore[no-untyped-def]
         inside = seen[:, None] & (d < D)[None, :]
         k = tl.load(keys_ptr + where, mask=inside, other=0.0)
         v = tl.load(values_ptr + where, mask=inside, other=0.0)
+        if WIDEN > 0:
+            k = widened(k, q.dtype, WIDEN == 2)
+            v = widened(v, q.dtype, WIDEN == 2)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_CAP:
             s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
@@ -91,7 +96,7 @@ def _shared(  # type: ignore[no-untyped-def]
     q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, work_ptr, members_ptr, part_ptr, stat_ptr,
     sinks_ptr, scale, cap, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GJ: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One piece of what a group of rows shares, for all of their queries: parts that `_decode` joins to the rows'."""
     G: tl.constexpr = H // K
@@ -121,7 +126,7 @@ def _shared(  # type: ignore[no-untyped-def]
             total = tl.where(piece == 0, 1.0, total)
         acc, top, total = _attend(
             q, keys_ptr, values_ptr, table, kv, begin, end, 0, top, total, scale, cap, K, D, DP, BLOCK_SIZE, TILE,
-            HAS_CAP, PRECISION,
+            HAS_CAP, WIDEN, PRECISION,
         )  # fmt: skip
         base = (row * H + head) * MAX_PIECES + piece
         tl.store(part_ptr + base[:, None] * DP + d[None, :], acc, mask=is_mine[:, None])
@@ -135,8 +140,8 @@ def _decode(  # type: ignore[no-untyped-def]
     part_ptr, stat_ptr, count_ptr, sinks_ptr, scale, window, cap,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // K
     kv = tl.program_id(0) % K
@@ -168,7 +173,7 @@ def _decode(  # type: ignore[no-untyped-def]
             total = tl.where(piece == 0, 1.0, total)
         acc, top, total = _attend(
             q, keys_ptr, values_ptr, table, kv, begin, end, first, top, total, scale, cap, K, D, DP, BLOCK_SIZE, TILE,
-            HAS_CAP, PRECISION,
+            HAS_CAP, WIDEN, PRECISION,
         )  # fmt: skip
         to = (seq.to(tl.int64) * H + head[:, None]) * D + d[None, :]
         if num_pieces == 1:
@@ -225,7 +230,7 @@ class DecodeAttention:
             "H": self._heads, "K": self._kv_heads, "D": self._dim, "DP": self._dim_padded,
             "GJ": max(2, power_of_2(group)), "BLOCK_SIZE": keys.shape[1],
             "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS,
-            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "PRECISION": precision(query.dtype),
+            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "WIDEN": widening(keys, query), "PRECISION": precision(query.dtype),
             "num_stages": self.num_stages if query.dtype.itemsize == 2 else 2, **early_launch(query.device),
         }  # fmt: skip
         if work.shared is not None:

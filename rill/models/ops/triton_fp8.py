@@ -50,6 +50,15 @@ def widened(x, kind: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
+def cached(x, cache_ptr):  # type: ignore[no-untyped-def]
+    """As the cache holds it: in 8 bits without a scale, what is larger than they hold at their largest."""
+    kind: tl.constexpr = cache_ptr.dtype.element_ty
+    if kind == tl.float8e4nv:
+        return tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0).to(kind)
+    return x.to(kind)
+
+
+@triton.jit
 def _quantize(x_ptr, out_ptr, scale_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -57,6 +66,14 @@ def _quantize(x_ptr, out_ptr, scale_ptr, size, BLOCK: tl.constexpr, PDL: tl.cons
     mask = at < size
     x = tl.load(x_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
     store_fp8(x, out_ptr, scale_ptr, row, size, at, mask)
+
+
+def widening(stored: torch.Tensor, like: torch.Tensor) -> int:
+    """How a kernel reads numbers that are held in `stored` and computed with in the dtype of `like`: 0: as they are, 1:
+    widened(…, BITS=False), 2: widened(…, BITS=True)."""
+    if stored.dtype is not torch.float8_e4m3fn or like.dtype is stored.dtype:
+        return 0
+    return 2 if like.dtype is torch.bfloat16 and stored.device.type == "cuda" else 1
 
 
 def quantize_into(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from rill.models.decode.attention_paged import FlatKernels, PagedBatch
 from rill.models.ops.triton_decode import DecodeAttention
+from rill.models.ops.triton_fp8 import cached, widened, widening
 from rill.models.ops.triton_language import (
     await_inputs,
     ceil_div,
@@ -114,14 +115,15 @@ def _rope_store(  # type: ignore[no-untyped-def]
     tl.store(x_ptr + head * D + D // 2 + at, rb, mask=is_query)
     is_key = inside & (head >= H)
     to = keys_ptr + (slot * K + head - H) * D + at
-    tl.store(to, ra, mask=is_key)
-    tl.store(to + D // 2, rb, mask=is_key)
+    tl.store(to, cached(ra, keys_ptr), mask=is_key)
+    tl.store(to + D // 2, cached(rb, keys_ptr), mask=is_key)
     value = tl.arange(0, KP)[:, None]
     has_value = (value < K) & half
     from_ptr = x_ptr + (H + K + value) * D + at
     to = values_ptr + (slot * K + value) * D + at
-    tl.store(to, tl.load(from_ptr, mask=has_value), mask=has_value)
-    tl.store(to + D // 2, tl.load(from_ptr + D // 2, mask=has_value), mask=has_value)
+    tl.store(to, cached(tl.load(from_ptr, mask=has_value, other=0.0), values_ptr), mask=has_value)
+    to, from_ptr = to + D // 2, from_ptr + D // 2
+    tl.store(to, cached(tl.load(from_ptr, mask=has_value, other=0.0), values_ptr), mask=has_value)
 
 
 @triton.jit
@@ -129,7 +131,8 @@ def _prefill(  # type: ignore[no-untyped-def]
     q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, rows_ptr, starts_ptr, lens_ptr, tiles_ptr, out_ptr,
     sinks_ptr, scale, window, cap, heads, kv_heads,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     seq = tl.load(tiles_ptr + tile * 2)
@@ -162,6 +165,8 @@ def _prefill(  # type: ignore[no-untyped-def]
         where = (slot * kv_heads + kv)[:, None] * D + d[None, :]
         inside = (t < end)[:, None] & (d < D)[None, :]
         k = tl.load(keys_ptr + where, mask=inside, other=0.0)
+        if WIDEN > 0:
+            k = widened(k, q.dtype, WIDEN == 2)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_CAP:
             s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
@@ -173,6 +178,8 @@ def _prefill(  # type: ignore[no-untyped-def]
         p = tl.where(seen, tl.exp(s - best[:, None]), 0.0)
         keep = tl.exp(top - best)
         v = tl.load(values_ptr + where, mask=inside, other=0.0)
+        if WIDEN > 0:
+            v = widened(v, q.dtype, WIDEN == 2)
         total = total * keep + tl.sum(p, axis=1)
         acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         top = best
@@ -320,7 +327,7 @@ class TritonKernels(FlatKernels):
                 query, query_stride, keys, values, tables, tables.stride(0), rows, batch.query_starts_B1, lens,
                 batch.prefill_tiles, out, sinks_H, scale, window, softcap, num_heads, kv_heads, D=dim,
                 DP=self._dim_padded, BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0,
-                HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, PRECISION=precision(query.dtype), num_warps=4,
-                num_stages=2,
+                HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, WIDEN=widening(keys, query),
+                PRECISION=precision(query.dtype), num_warps=4, num_stages=2,
             )  # fmt: skip
         return out

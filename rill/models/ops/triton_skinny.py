@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rill.models.ops.triton_fp8 import widened
+from rill.models.ops.triton_fp8 import cached, widened
 from rill.models.ops.triton_language import (
     await_inputs,
     ceil_div,
@@ -193,8 +193,8 @@ def _turn_parts(  # type: ignore[no-untyped-def]
     b = _head_of_parts(mine, bias_ptr, rows * width, here + D // 2, half, kind, P, HAS_BIAS)
     if head >= H + G:
         to = values_ptr + (slot * G + head - H - G) * D + at
-        tl.store(to, a, mask=half)
-        tl.store(to + D // 2, b, mask=half)
+        tl.store(to, cached(a, values_ptr), mask=half)
+        tl.store(to + D // 2, cached(b, values_ptr), mask=half)
     else:
         x, y = a.to(tl.float32), b.to(tl.float32)
         if HAS_NORM:
@@ -214,10 +214,12 @@ def _turn_parts(  # type: ignore[no-untyped-def]
         turned_y = ((y * cb).to(kind).to(tl.float32) + (x * sb).to(kind).to(tl.float32)).to(kind)
         if head < H:
             to = query_ptr + (row * H + head) * D + at
+            tl.store(to, turned_x, mask=half)
+            tl.store(to + D // 2, turned_y, mask=half)
         else:
             to = keys_ptr + (slot * G + head - H) * D + at
-        tl.store(to, turned_x, mask=half)
-        tl.store(to + D // 2, turned_y, mask=half)
+            tl.store(to, cached(turned_x, keys_ptr), mask=half)
+            tl.store(to + D // 2, cached(turned_y, keys_ptr), mask=half)
 
 
 def product(
@@ -320,7 +322,7 @@ def turn_parts(
     """Queries [B, H·D], turned; keys and values go to their slots of the cache."""
     num_parts, rows, _ = parts_PBN.shape
     kv_heads, dim = keys.shape[2:]
-    query = torch.empty(rows, num_heads * dim, dtype=keys.dtype, device=keys.device)
+    query = torch.empty(rows, num_heads * dim, dtype=cos.dtype, device=keys.device)
     _turn_parts[(rows, num_heads + 2 * kv_heads)](
         parts_PBN, bias, query, cos, sin, positions, slots, q_norm, k_norm, rows, eps, keys, values, H=num_heads,
         G=kv_heads, D=dim, HALF=power_of_2(dim // 2), P=num_parts, HAS_BIAS=bias is not None,
