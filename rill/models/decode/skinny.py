@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from rill.models.decode.decoder import Decoder
+from rill.models.decode.decoder import Activations, Decoder
 from rill.models.decode.structure import MLP, Layer, Norm, Projection
 from rill.models.ops.triton_skinny import ProductShape, add_parts_norm, gated_product, product, turn_parts
 
@@ -41,7 +41,7 @@ class SkinnyStages:
 
     def queries(
         self,
-        x: torch.Tensor,
+        x: Activations,
         layer: Layer,
         rope: tuple[torch.Tensor, torch.Tensor],
         positions_N: torch.Tensor,
@@ -56,14 +56,15 @@ class SkinnyStages:
             0.0 if q_norm is None else q_norm.eps, keys, values, layer.call.num_heads,
         )  # fmt: skip
 
-    def gated(self, x: torch.Tensor, mlp: MLP) -> torch.Tensor:
+    def gated(self, x: Activations, mlp: MLP) -> torch.Tensor:
         weight = mlp.gate_up.weight
-        assert weight is not None
-        return gated_product(x, weight, self._shape(weight, len(x), is_gated=True), is_gelu=mlp.is_gelu)
+        assert weight is not None and isinstance(x, torch.Tensor)
+        shape = self._shape(weight, len(x), is_gated=True)
+        return gated_product(x, weight, shape, is_gelu=mlp.is_gelu, weight_scales=mlp.gate_up.scales)
 
     def join(
         self,
-        x: torch.Tensor,
+        x: Activations,
         projection: Projection | None,
         hidden: torch.Tensor,
         post: Norm | None,
@@ -81,9 +82,11 @@ class SkinnyStages:
         shape = self._shape(self._head, len(hidden_BE), is_cut=False)
         return product(hidden_BE, self._head, shape, dtype=hidden_BE.dtype)[0]
 
-    def _parts(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
-        assert projection.weight is not None
-        return product(x, projection.weight, self._shape(projection.weight, len(x)), dtype=torch.float32)
+    def _parts(self, x: Activations, projection: Projection) -> torch.Tensor:
+        weight = projection.weight
+        assert weight is not None and isinstance(x, torch.Tensor)
+        shape = self._shape(weight, len(x))
+        return product(x, weight, shape, dtype=torch.float32, weight_scales=projection.scales)
 
     def _shape(
         self, weight: torch.Tensor, rows: int, *, is_gated: bool = False, is_cut: bool = True

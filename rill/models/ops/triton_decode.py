@@ -230,7 +230,8 @@ class DecodeAttention:
             "H": self._heads, "K": self._kv_heads, "D": self._dim, "DP": self._dim_padded,
             "GJ": max(2, power_of_2(group)), "BLOCK_SIZE": keys.shape[1],
             "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS,
-            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "WIDEN": widening(keys, query), "PRECISION": precision(query.dtype),
+            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "WIDEN": widening(keys, query),
+            "PRECISION": precision(query.dtype),
             "num_stages": self.num_stages if query.dtype.itemsize == 2 else 2, **early_launch(query.device),
         }  # fmt: skip
         if work.shared is not None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 
 from rill.models.decode.attention_paged import FlatKernels, PagedBatch
+from rill.models.ops.fp8 import Fp8Rows
 from rill.models.ops.triton_decode import DecodeAttention
-from rill.models.ops.triton_fp8 import cached, widened, widening
+from rill.models.ops.triton_fp8 import cached, store_fp8, widened, widening
 from rill.models.ops.triton_language import (
     await_inputs,
     ceil_div,
@@ -31,8 +32,8 @@ PREFILL_TILE = 64
 
 @triton.jit
 def _add_norm(  # type: ignore[no-untyped-def]
-    h_ptr, x_ptr, w_ptr, out_ptr, size, eps, HAS_X: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    h_ptr, x_ptr, w_ptr, out_ptr, scale_ptr, size, eps, HAS_X: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -51,13 +52,17 @@ def _add_norm(  # type: ignore[no-untyped-def]
         out = h * scale * (1.0 + w)
     else:
         out = (h * scale).to(kind).to(tl.float32) * w
-    tl.store(out_ptr + row * size + at, out.to(kind), mask=mask)
+    if HAS_SCALE:
+        store_fp8(out.to(kind).to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
+    else:
+        tl.store(out_ptr + row * size + at, out.to(kind), mask=mask)
 
 
 @triton.jit
 def _act_mul(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, out_ptr, scale_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -71,7 +76,11 @@ def _act_mul(  # type: ignore[no-untyped-def]
         act = g / (1.0 + tl.exp(-2.0 * z))
     else:
         act = g / (1.0 + tl.exp(-g))
-    tl.store(out_ptr + row * size + at, (act.to(kind).to(tl.float32) * up).to(kind), mask=mask)
+    out = (act.to(kind).to(tl.float32) * up).to(kind)
+    if HAS_SCALE:  # a row is one program's
+        store_fp8(out.to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
+    else:
+        tl.store(out_ptr + row * size + at, out, mask=mask)
 
 
 @triton.jit
@@ -260,20 +269,58 @@ class TritonKernels(FlatKernels):
         gemma: bool,
     ) -> torch.Tensor:
         out = torch.empty_like(hidden)
+        self._add_norm(hidden, addend, weight, eps, out, None, gemma=gemma)
+        return out
+
+    def add_norm_fp8(
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gemma: bool,
+    ) -> Fp8Rows:
+        """add_norm, whose result is written in 8 bits alone."""
+        rows = Fp8Rows.empty(hidden.shape, hidden.device)
+        self._add_norm(hidden, addend, weight, eps, *rows, gemma=gemma)
+        return rows
+
+    def _add_norm(
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        scales: torch.Tensor | None,
+        *,
+        gemma: bool,
+    ) -> None:
         rows, size = hidden.shape
         block = power_of_2(size)
         _add_norm[(rows,)](
-            hidden, addend, weight, out, size, eps, HAS_X=addend is not None, GEMMA=gemma, BLOCK=block,
-            num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
+            hidden, addend, weight, out, scales, size, eps, HAS_X=addend is not None, GEMMA=gemma, BLOCK=block,
+            HAS_SCALE=scales is not None, num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
         )  # fmt: skip
-        return out
 
     def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
         rows, width = gate_up.shape
         out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
         _act_mul[(rows, ceil_div(width // 2, 2048))](
-            gate_up, out, width // 2, GELU=gelu, BLOCK=2048, num_warps=4, **early_launch(gate_up.device)
-        )
+            gate_up, out, None, width // 2, GELU=gelu, BLOCK=2048, HAS_SCALE=False, num_warps=4,
+            **early_launch(gate_up.device),
+        )  # fmt: skip
+        return out
+
+    def act_mul_fp8(self, gate_up: torch.Tensor, *, gelu: bool) -> Fp8Rows:
+        rows, width = gate_up.shape
+        out = Fp8Rows.empty((rows, width // 2), gate_up.device)
+        block = power_of_2(width // 2)
+        _act_mul[(rows, 1)](
+            gate_up, *out, width // 2, GELU=gelu, BLOCK=block, HAS_SCALE=True,
+            num_warps=min(16, max(4, block // 1024)), **early_launch(gate_up.device),
+        )  # fmt: skip
         return out
 
     def rope_store(

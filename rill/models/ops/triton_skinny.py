@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rill.models.ops.triton_fp8 import cached, widened
+from rill.models.ops.triton_fp8 import cached, widened, widening
 from rill.models.ops.triton_language import (
     await_inputs,
     ceil_div,
@@ -277,7 +277,7 @@ def _launch(
     _product[(num_tiles, shape.num_parts)](
         x_BK, weight_NK, *scales, out, rows, num_out, num_in, part_in, shape.prefetch_bytes, GATED=is_gated,
         GELU=is_gelu, TILE_B=max(16, power_of_2(rows)), TILE_N=shape.tile_n, TILE_K=shape.tile_k,
-        HAS_X_SCALE=scales[0] is not None, HAS_W_SCALE=scales[1] is not None, WIDEN=widen,
+        HAS_X_SCALE=scales[0] is not None, HAS_W_SCALE=scales[1] is not None, WIDEN=widen or widening(weight_NK, x_BK),
         PREFETCH=early["PDL"] and shape.prefetch_bytes > 0 and x_BK.dtype.itemsize <= 2,
         PRECISION=precision(x_BK.dtype), num_warps=shape.num_warps, num_stages=shape.num_stages, **early,
     )  # fmt: skip
