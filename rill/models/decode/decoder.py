@@ -23,15 +23,11 @@ import torch
 from rill.models.decode.attention_paged import FlatKernels, KVCache, PagedBatch
 from rill.models.decode.structure import MLP, Layer, LinearFn, Norm, Projection, Structure
 from rill.models.decode.tensor_group import TensorGroup
-from rill.models.ops.fp8 import Fp8Rows
+from rill.models.ops.fp8 import NO_SCALES, Activations, ProductScales
 
 if TYPE_CHECKING:
     from rill.models.decode.low_rank import AdapterRows
     from rill.models.vision import VisualRows
-
-
-Activations = torch.Tensor | Fp8Rows
-"""What flows from a norm or an activation to a product."""
 
 
 class DecoderOps(FlatKernels, Protocol):
@@ -207,11 +203,12 @@ class KernelStages:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        qkv = self.project(layer.qkv, x)
         q_norm, k_norm, call = layer.q_norm, layer.k_norm, layer.call
+        is_other = q_norm is not None and (q_norm.is_offset or len(q_norm.weight) != call.key_dim)
+        qkv, scales = self.multiplied(layer.qkv, x, is_whole=is_other)
         if q_norm is None or k_norm is None:
             weights, eps = (None, None), 0.0
-        elif q_norm.is_offset or len(q_norm.weight) != call.key_dim:
+        elif is_other:
             # Over the whole width, or of Gemma's kind: not one of the kernel's.
             width, kv_width = call.num_heads * call.key_dim, call.num_kv_heads * call.key_dim
             self._norm_in_place(qkv[:, :width], q_norm)
@@ -219,13 +216,12 @@ class KernelStages:
             weights, eps = (None, None), 0.0
         else:
             weights, eps = (q_norm.weight, k_norm.weight), q_norm.eps  # type: ignore[assignment]
-        self._ops.rope_store(
-            qkv, *rope, positions_N, slots_N, *weights, eps, keys, values, call.num_heads
-        )  # fmt: skip
+        self.store(scales, qkv, *rope, positions_N, slots_N, *weights, eps, keys, values, call.num_heads)
         return qkv
 
     def gated(self, x: Activations, mlp: MLP) -> Activations:
-        return self.activated(self.project(mlp.gate_up, x), mlp)
+        gate_up, scales = self.multiplied(mlp.gate_up, x, is_whole=False)
+        return self.activated(gate_up, mlp, *scales)
 
     def join(
         self,
@@ -236,8 +232,10 @@ class KernelStages:
         following: Norm | None,
         scale: float,
     ) -> Activations:
+        scales: tuple[ProductScales, ...] = ()
         if projection is not None:
-            x = self.project(projection, x)
+            is_whole = post is not None or scale != 1.0 or following is None
+            x, scales = self.multiplied(projection, x, is_whole=is_whole)
             if self._group is not None:
                 x = self._group.all_reduce(x)
         assert isinstance(x, torch.Tensor)
@@ -247,12 +245,24 @@ class KernelStages:
             x = x * scale
         if following is None:
             return hidden.add_(x)
-        return self.normed(hidden, x, following)
+        return self.normed(hidden, x, following, *scales)
 
-    def activated(self, gate_up: torch.Tensor, mlp: MLP) -> Activations:
+    def multiplied(
+        self, projection: Projection, x: Activations, *, is_whole: bool
+    ) -> tuple[torch.Tensor, tuple[ProductScales, ...]]:
+        """A product, and what is left to do to it, if anything: never where is_whole."""
+        return self.project(projection, x), ()
+
+    def store(self, scales: tuple[ProductScales, ...], *arguments: Any) -> None:
+        """rope_store."""
+        self._ops.rope_store(*arguments)
+
+    def activated(self, gate_up: torch.Tensor, mlp: MLP, scales: ProductScales = NO_SCALES) -> Activations:
         return self._ops.act_mul(gate_up, gelu=mlp.is_gelu)
 
-    def normed(self, hidden: torch.Tensor, x: torch.Tensor, norm: Norm) -> Activations:
+    def normed(
+        self, hidden: torch.Tensor, x: torch.Tensor, norm: Norm, scales: ProductScales = NO_SCALES
+    ) -> Activations:
         """hidden += x, in place; returns norm(hidden)."""
         return self._ops.add_norm(hidden, x, norm.weight, norm.eps, gemma=norm.is_offset)
 

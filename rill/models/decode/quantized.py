@@ -1,7 +1,7 @@
 """A decoder whose products, or whose cache, have 8 bits: weights are quantised row by row, activations token by token.
 
     from Hopper on   weights are held in 8 bits; the kernels that make activations (norm, activation) write them in 8
-                     bits too; steps of few rows read weights of 8 bits and keep activations as they are (skinny.py)
+                     bits too, and steps of few rows have kernels of their own (skinny.py)
     elsewhere        weights, activations, keys and values are rounded to what 8 bits hold: the same numbers, no gain
 
 Every row of a weight has a scale of its own, so a part of a joined projection is quantised by itself, and an update of
@@ -12,14 +12,22 @@ Called by rill.inference.native once it has compared the decoder with the model'
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from rill.errors import UnsupportedError
-from rill.models.decode.decoder import Activations, Decoder, DecoderOps, KernelStages
+from rill.models.decode.decoder import Decoder, KernelStages
 from rill.models.decode.structure import MLP, Layer, Norm, Projection, Structure
-from rill.models.ops.fp8 import Fp8Rows, multiplies_fp8, rounded, rounded_plain
+from rill.models.ops.fp8 import (
+    NO_SCALES,
+    Activations,
+    Fp8Rows,
+    ProductScales,
+    multiplies_fp8,
+    rounded,
+    rounded_plain,
+)
 
 
 def quantize_weights(structure: Structure) -> dict[int, Fp8Rows | None]:
@@ -80,8 +88,10 @@ def quantized_decoder(decoder: Decoder, *, weights: bool, cache: bool) -> Decode
     return made
 
 
-class Fp8Ops(DecoderOps, Protocol):
-    """Operations whose result is written in 8 bits alone."""
+class Fp8Ops(Protocol):
+    """Operations on products that lack their scales, and with results that are written in 8 bits alone."""
+
+    def rope_store(self, *arguments: Any) -> None: ...
 
     def add_norm_fp8(
         self,
@@ -91,31 +101,44 @@ class Fp8Ops(DecoderOps, Protocol):
         eps: float,
         *,
         gemma: bool,
-    ) -> Fp8Rows: ...
+        scales: ProductScales,
+        is_last: bool,
+    ) -> Activations: ...
 
-    def act_mul_fp8(self, gate_up: torch.Tensor, *, gelu: bool) -> Fp8Rows: ...
+    def act_mul_fp8(self, gate_up: torch.Tensor, *, gelu: bool, scales: ProductScales) -> Fp8Rows: ...
 
 
 class Fp8Stages(KernelStages):
-    """Activations are made in 8 bits, and multiplied so."""
+    """Activations are made in 8 bits and multiplied so; a product's scales are applied by the kernel that reads it."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder.ops, decoder.ops.linear)
         self._kernels = cast(Fp8Ops, decoder.ops)
         self._final = decoder.structure.final_norm
 
-    def project(self, projection: Projection, x: Activations) -> torch.Tensor:
-        assert projection.weight is not None and projection.scales is not None
+    def multiplied(
+        self, projection: Projection, x: Activations, *, is_whole: bool
+    ) -> tuple[torch.Tensor, tuple[ProductScales, ...]]:
+        assert projection.weight is not None
         rows = Fp8Rows.of(x) if isinstance(x, torch.Tensor) else x
-        return rows.product(Fp8Rows(projection.weight, projection.scales), projection.bias)
+        y, scales = (
+            rows.product(projection.weight),
+            ProductScales(rows.scales_B, projection.scales, projection.bias),
+        )
+        return (scales.applied(y), ()) if is_whole else (y, (scales,))
 
-    def activated(self, gate_up: torch.Tensor, mlp: MLP) -> Activations:
-        return self._kernels.act_mul_fp8(gate_up, gelu=mlp.is_gelu)
+    def store(self, scales: tuple[ProductScales, ...], *arguments: Any) -> None:
+        self._kernels.rope_store(*arguments, *scales)
 
-    def normed(self, hidden: torch.Tensor, x: torch.Tensor, norm: Norm) -> Activations:
-        if norm is self._final:
-            return super().normed(hidden, x, norm)
-        return self._kernels.add_norm_fp8(hidden, x, norm.weight, norm.eps, gemma=norm.is_offset)
+    def activated(self, gate_up: torch.Tensor, mlp: MLP, scales: ProductScales = NO_SCALES) -> Activations:
+        return self._kernels.act_mul_fp8(gate_up, gelu=mlp.is_gelu, scales=scales)
+
+    def normed(
+        self, hidden: torch.Tensor, x: torch.Tensor, norm: Norm, scales: ProductScales = NO_SCALES
+    ) -> Activations:
+        return self._kernels.add_norm_fp8(
+            hidden, x, norm.weight, norm.eps, gemma=norm.is_offset, scales=scales, is_last=norm is self._final
+        )
 
 
 class RoundedStages(KernelStages):

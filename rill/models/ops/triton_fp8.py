@@ -21,6 +21,15 @@ def store_fp8(x, out_ptr, scale_ptr, row, size, at, mask):  # type: ignore[no-un
 
 
 @triton.jit
+def scaled(x, x_scale, ws_ptr, bias_ptr, at, mask, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a product of rows of 8 bits lacks: its row's scale, and those and the bias of its columns `at`."""
+    y = x.to(tl.float32) * x_scale * tl.load(ws_ptr + at, mask=mask, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return y.to(x.dtype)
+
+
+@triton.jit
 def widened(x, kind: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """e4m3 as `kind`, exactly. BITS: bfloat16 by moving bits, and a product with what the exponents' offsets differ in;
     the chip's own conversion goes through float32."""

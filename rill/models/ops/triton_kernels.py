@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 
 from rill.models.decode.attention_paged import FlatKernels, PagedBatch
-from rill.models.ops.fp8 import Fp8Rows
+from rill.models.ops.fp8 import NO_SCALES, Activations, Fp8Rows, ProductScales
 from rill.models.ops.triton_decode import DecodeAttention
-from rill.models.ops.triton_fp8 import cached, store_fp8, widened, widening
+from rill.models.ops.triton_fp8 import cached, scaled, store_fp8, widened, widening
 from rill.models.ops.triton_language import (
     await_inputs,
     ceil_div,
@@ -32,8 +32,9 @@ PREFILL_TILE = 64
 
 @triton.jit
 def _add_norm(  # type: ignore[no-untyped-def]
-    h_ptr, x_ptr, w_ptr, out_ptr, scale_ptr, size, eps, HAS_X: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, x_ptr, xs_ptr, ws_ptr, bias_ptr, w_ptr, out_ptr, scale_ptr, size, eps, HAS_X: tl.constexpr,
+    GEMMA: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, TO_FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -43,7 +44,10 @@ def _add_norm(  # type: ignore[no-untyped-def]
     kind = h.dtype
     h = h.to(tl.float32)
     if HAS_X:
-        h = (h + tl.load(x_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)).to(kind)
+        x = tl.load(x_ptr + row * size + at, mask=mask, other=0.0)
+        if SCALED:
+            x = scaled(x, tl.load(xs_ptr + row), ws_ptr, bias_ptr, at, mask, HAS_BIAS)
+        h = (h + x.to(tl.float32)).to(kind)
         tl.store(h_ptr + row * size + at, h, mask=mask)
         h = h.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(h * h, axis=0) / size + eps)
@@ -52,7 +56,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
         out = h * scale * (1.0 + w)
     else:
         out = (h * scale).to(kind).to(tl.float32) * w
-    if HAS_SCALE:
+    if TO_FP8:
         store_fp8(out.to(kind).to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
     else:
         tl.store(out_ptr + row * size + at, out.to(kind), mask=mask)
@@ -60,7 +64,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _act_mul(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, scale_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALE: tl.constexpr,
+    x_ptr, xs_ptr, ws_ptr, out_ptr, scale_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, TO_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
@@ -69,7 +73,12 @@ def _act_mul(  # type: ignore[no-untyped-def]
     mask = at < size
     gate = tl.load(x_ptr + row * 2 * size + at, mask=mask, other=0.0)
     kind = gate.dtype
-    up = tl.load(x_ptr + row * 2 * size + size + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * size + size + at, mask=mask, other=0.0)
+    if TO_FP8:
+        x_scale = tl.load(xs_ptr + row)
+        gate = scaled(gate, x_scale, ws_ptr, ws_ptr, at, mask, False)
+        up = scaled(up, x_scale, ws_ptr, ws_ptr, size + at, mask, False)
+    up = up.to(tl.float32)
     g = gate.to(tl.float32)
     if GELU:
         z = 0.7978845608028654 * (g + 0.044715 * g * g * g)
@@ -77,7 +86,7 @@ def _act_mul(  # type: ignore[no-untyped-def]
     else:
         act = g / (1.0 + tl.exp(-g))
     out = (act.to(kind).to(tl.float32) * up).to(kind)
-    if HAS_SCALE:  # a row is one program's
+    if TO_FP8:  # a row is one program's
         store_fp8(out.to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
     else:
         tl.store(out_ptr + row * size + at, out, mask=mask)
@@ -85,9 +94,9 @@ def _act_mul(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rope_store(  # type: ignore[no-untyped-def]
-    qkv_ptr, cos_ptr, sin_ptr, pos_ptr, slot_ptr, qw_ptr, kw_ptr, eps, keys_ptr, values_ptr,
+    qkv_ptr, xs_ptr, ws_ptr, bias_ptr, cos_ptr, sin_ptr, pos_ptr, slot_ptr, qw_ptr, kw_ptr, eps, keys_ptr, values_ptr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: its query and key heads are turned together, and its values go along into the cache."""
     await_inputs(PDL)
@@ -100,6 +109,10 @@ def _rope_store(  # type: ignore[no-untyped-def]
     position = tl.load(pos_ptr + row)
     a = tl.load(x_ptr + head * D + at, mask=inside, other=0.0)
     b = tl.load(x_ptr + head * D + D // 2 + at, mask=inside, other=0.0)
+    if SCALED:
+        x_scale = tl.load(xs_ptr + row)
+        a = scaled(a, x_scale, ws_ptr, bias_ptr, head * D + at, inside, HAS_BIAS)
+        b = scaled(b, x_scale, ws_ptr, bias_ptr, head * D + D // 2 + at, inside, HAS_BIAS)
     kind = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     half = at < D // 2
@@ -128,11 +141,13 @@ def _rope_store(  # type: ignore[no-untyped-def]
     tl.store(to + D // 2, cached(rb, keys_ptr), mask=is_key)
     value = tl.arange(0, KP)[:, None]
     has_value = (value < K) & half
-    from_ptr = x_ptr + (H + K + value) * D + at
     to = values_ptr + (slot * K + value) * D + at
-    tl.store(to, cached(tl.load(from_ptr, mask=has_value, other=0.0), values_ptr), mask=has_value)
-    to, from_ptr = to + D // 2, from_ptr + D // 2
-    tl.store(to, cached(tl.load(from_ptr, mask=has_value, other=0.0), values_ptr), mask=has_value)
+    for half_at in tl.static_range(0, D, D // 2):
+        here = (H + K + value) * D + half_at + at
+        v = tl.load(x_ptr + here, mask=has_value, other=0.0)
+        if SCALED:
+            v = scaled(v, x_scale, ws_ptr, bias_ptr, here, has_value, HAS_BIAS)
+        tl.store(to + half_at, cached(v, values_ptr), mask=has_value)
 
 
 @triton.jit
@@ -269,7 +284,7 @@ class TritonKernels(FlatKernels):
         gemma: bool,
     ) -> torch.Tensor:
         out = torch.empty_like(hidden)
-        self._add_norm(hidden, addend, weight, eps, out, None, gemma=gemma)
+        self._add_norm(hidden, addend, weight, eps, out, None, gemma, NO_SCALES)
         return out
 
     def add_norm_fp8(
@@ -280,10 +295,16 @@ class TritonKernels(FlatKernels):
         eps: float,
         *,
         gemma: bool,
-    ) -> Fp8Rows:
-        """add_norm, whose result is written in 8 bits alone."""
+        scales: ProductScales,
+        is_last: bool,
+    ) -> Activations:
+        """add_norm of a product that lacks its scales; the result is written in 8 bits alone, unless it is the last."""
+        if is_last:
+            out = torch.empty_like(hidden)
+            self._add_norm(hidden, addend, weight, eps, out, None, gemma, scales)
+            return out
         rows = Fp8Rows.empty(hidden.shape, hidden.device)
-        self._add_norm(hidden, addend, weight, eps, *rows, gemma=gemma)
+        self._add_norm(hidden, addend, weight, eps, *rows, gemma, scales)
         return rows
 
     def _add_norm(
@@ -293,32 +314,34 @@ class TritonKernels(FlatKernels):
         weight: torch.Tensor,
         eps: float,
         out: torch.Tensor,
-        scales: torch.Tensor | None,
-        *,
+        out_scales: torch.Tensor | None,
         gemma: bool,
+        scales: ProductScales,
     ) -> None:
         rows, size = hidden.shape
         block = power_of_2(size)
         _add_norm[(rows,)](
-            hidden, addend, weight, out, scales, size, eps, HAS_X=addend is not None, GEMMA=gemma, BLOCK=block,
-            HAS_SCALE=scales is not None, num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
+            hidden, addend, *scales, weight, out, out_scales, size, eps, HAS_X=addend is not None, GEMMA=gemma,
+            BLOCK=block, SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
+            TO_FP8=out_scales is not None, num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
         )  # fmt: skip
 
     def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
         rows, width = gate_up.shape
         out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
         _act_mul[(rows, ceil_div(width // 2, 2048))](
-            gate_up, out, None, width // 2, GELU=gelu, BLOCK=2048, HAS_SCALE=False, num_warps=4,
+            gate_up, None, None, out, None, width // 2, GELU=gelu, BLOCK=2048, TO_FP8=False, num_warps=4,
             **early_launch(gate_up.device),
         )  # fmt: skip
         return out
 
-    def act_mul_fp8(self, gate_up: torch.Tensor, *, gelu: bool) -> Fp8Rows:
+    def act_mul_fp8(self, gate_up: torch.Tensor, *, gelu: bool, scales: ProductScales) -> Fp8Rows:
+        """act_mul of a product that lacks its scales, in 8 bits."""
         rows, width = gate_up.shape
         out = Fp8Rows.empty((rows, width // 2), gate_up.device)
         block = power_of_2(width // 2)
         _act_mul[(rows, 1)](
-            gate_up, *out, width // 2, GELU=gelu, BLOCK=block, HAS_SCALE=True,
+            gate_up, scales.x_B, scales.weight_N, *out, width // 2, GELU=gelu, BLOCK=block, TO_FP8=True,
             num_warps=min(16, max(4, block // 1024)), **early_launch(gate_up.device),
         )  # fmt: skip
         return out
@@ -336,13 +359,16 @@ class TritonKernels(FlatKernels):
         keys: torch.Tensor,
         values: torch.Tensor,
         num_heads: int,
+        scales: ProductScales = NO_SCALES,
     ) -> None:
+        """`scales`: that the product qkv lacks."""
         kv_heads, dim = keys.shape[2:]
         turned = power_of_2(num_heads + kv_heads)
         _rope_store[(qkv.shape[0],)](
-            qkv, cos, sin, positions, slots, q_norm, k_norm, eps, keys, values, H=num_heads, K=kv_heads, D=dim,
-            HP=turned, KP=power_of_2(kv_heads), HALF=power_of_2(dim // 2),
-            HAS_NORM=q_norm is not None, num_warps=4 if turned * dim <= 4096 else 8, **early_launch(qkv.device),
+            qkv, *scales, cos, sin, positions, slots, q_norm, k_norm, eps, keys, values, H=num_heads, K=kv_heads, D=dim,
+            HP=turned, KP=power_of_2(kv_heads), HALF=power_of_2(dim // 2), HAS_NORM=q_norm is not None,
+            SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
+            num_warps=4 if turned * dim <= 4096 else 8, **early_launch(qkv.device),
         )  # fmt: skip
 
     def attend_flat(
