@@ -13,6 +13,8 @@ import functools
 import json
 import resource
 import time
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -117,13 +119,7 @@ def profile(engine: NativeEngine) -> None:
     seconds, _ = timed(engine, requests(random_prompts(256, 128, 7), [1] * 256, "prompts"))
     report(result="256 prompts of 128 tokens", ms=round(1000 * seconds, 1))
     for count in (1, 16, 64):
-        timed(
-            engine, requests(random_prompts(count, 128, 11), [200] * count, f"warm{count}")
-        )  # captures graphs
-        begin = engine.stats().extra["num_steps"]
-        seconds, _ = timed(engine, requests(random_prompts(count, 128, 12), [200] * count, f"few{count}"))
-        steps = engine.stats().extra["num_steps"] - begin
-        report(result=f"a decode step of {count} sequences", ms=round(1000 * seconds / steps, 3))
+        report(result=f"a decode step of {count} sequences", ms=step_ms(engine, count))
     futures = engine.submit(requests(random_prompts(256, 128, 2), [384] * 256, "profiled"))
     while engine.stats().num_waiting or engine.stats().num_running < 256:
         time.sleep(0.005)
@@ -146,6 +142,14 @@ def profile(engine: NativeEngine) -> None:
             us=round(event.self_device_time_total / max(1, event.count), 1),
         )  # fmt: skip
     report(result="device busy", ms=round(total / 1000, 1), of_ms=round(seconds * 1000, 1))
+
+
+def step_ms(engine: NativeEngine, count: int) -> float:
+    """Of `count` sequences, their prompts' step included in 200."""
+    timed(engine, requests(random_prompts(count, 128, 11), [200] * count, f"warm{count}"))  # captures graphs
+    begin = engine.stats().extra["num_steps"]
+    seconds, _ = timed(engine, requests(random_prompts(count, 128, 12), [200] * count, f"few{count}"))
+    return round(1000 * seconds / (engine.stats().extra["num_steps"] - begin), 3)
 
 
 def log_normal_lengths() -> list[int]:
@@ -321,20 +325,81 @@ def invariant(shared: NativeEngine) -> None:
     engine.close()
 
 
-def speculation(shared: NativeEngine) -> None:
-    """Few sequences with and without drafts. A random tied model repeats its last token at temperature 0 and less and
-    less above it; at 1 nothing repeats. Each in turns, best of three."""
-    drafting = make_engine(shared._runner.model, num_speculative_tokens=15, kv_memory_fraction=0.3)
-    for count in (1, 4, 16, 32):
-        for temperature in (0.0, 0.3, 0.5, 1.0):
+def fp8() -> None:
+    """bf16, weights of 8 bits, and keys and values too: rates, and what becomes of log-probabilities."""
+    texts = random_prompts(16, 256, 77)
+    wanted: list[Any] = []
+    plain = 0.0
+    for name, options in (
+        ("bf16", {}),
+        ("weights", {"quantization": "fp8"}),
+        ("weights and cache", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    ):
+        start = time.perf_counter()
+        engine = make_engine(max_num_seqs=256, kv_memory_fraction=0.3, **options)
+        start_s = time.perf_counter() - start
+        scores = [s[1:] for s in engine.score(texts)]
+        wanted = wanted or scores
+        gap = np.concatenate([abs(a - b) for a, b in zip(scores, wanted, strict=True)])
+        steps = {count: step_ms(engine, count) for count in (1, 16, 64, 256)}
+        rates = []
+        for attempt in range(3):
+            seconds, tokens = timed(
+                engine, requests(random_prompts(256, 128, 2 + attempt), [256] * 256, f"{name}{attempt}")
+            )
+            rates.append(tokens / seconds)
+        seconds, _ = timed(engine, requests(random_prompts(256, 128, 7), [1] * 256, f"prompts {name}"))
+        parameters = dict(engine._runner.model.named_parameters()).items()
+        fresh = [(n, torch.randn(p.shape, device="cuda").mul_(0.02).bfloat16()) for n, p in parameters]
+        torch.cuda.synchronize()
+        for version in (1, 2, 3):
+            start = time.perf_counter()
+            engine.update_weights(fresh, PolicyVersion(version))
+            update_s = time.perf_counter() - start
+        del fresh, parameters
+        engine.close()
+        del engine
+        torch.cuda.empty_cache()
+        plain = plain or max(rates)
+        report(
+            result=f"FP8: {name}",
+            tokens_per_s=round(max(rates)),
+            of_bf16=round(max(rates) / plain, 3),
+            step_ms=steps,
+            prompts_ms=round(1000 * seconds, 1),
+            gap_mean=round(float(gap.mean()), 4),
+            gap_max=round(float(gap.max()), 4),
+            update_ms=round(1000 * update_s, 1),
+            start_s=round(start_s, 1),
+        )
+
+
+def speculation() -> None:
+    """Few sequences with and without drafts, in turns, best of two. A model with random weights says nothing twice.
+    Here the layers add next to nothing, so that the tied head finds the last token again: at temperature 0 it is
+    repeated for ever, at 0.5 about every second time, at 1 never. All the work is done as ever."""
+    model = make_model()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.mul_(2.0**-10)
+        elif name == "model.norm.weight":
+            parameter.data.mul_(0.2)  # logits of 6 for the last token and 0.15 for others
+    options: dict[str, Any] = {"max_num_seqs": 64, "kv_memory_fraction": 0.2}
+    engines = {
+        "plain": make_engine(model, **options),
+        "drafting": make_engine(model, num_speculative_tokens=15, **options),
+    }
+    drafting = engines["drafting"]
+    for count in (1, 16):
+        for temperature in (0.0, 0.5, 1.0):
             rates = {"plain": 0.0, "drafting": 0.0}
-            for attempt in range(4):  # the first captures graphs
+            for attempt in range(3):  # the first captures graphs
                 before = drafting.stats()
-                for name, engine in (("plain", shared), ("drafting", drafting)):
+                for name, engine in engines.items():
                     prompts = random_prompts(count, 128, 500 + attempt)
                     tag = f"{name}-{count}-{temperature}-{attempt}"
                     seconds, tokens = timed(
-                        engine, requests(prompts, [512] * count, tag, temperature=temperature)
+                        engine, requests(prompts, [256] * count, tag, temperature=temperature)
                     )
                     if attempt:
                         rates[name] = max(rates[name], tokens / seconds)
@@ -346,10 +411,11 @@ def speculation(shared: NativeEngine) -> None:
                 tokens_per_s=round(rates["drafting"]),
                 without=round(rates["plain"]),
                 ratio=round(rates["drafting"] / rates["plain"], 3),
-                drafted_of_tokens=round(num_drafted / (512 * count), 3),
+                drafted_of_tokens=round(num_drafted / (256 * count), 3),
                 accepted_of_drafted=round(num_accepted / max(1, num_drafted), 3),
             )
-    drafting.close()
+    for engine in engines.values():
+        engine.close()
 
 
 def fp8_products() -> None:
@@ -447,18 +513,16 @@ class Products:
         self.quantize(i)
         return self.rows_scaled(i, fast=True)
 
-    def ours(self, i: int, *, kind: str, shape: Any) -> torch.Tensor:
-        """w8a16: a weight of 8 bits becomes bf16 in registers; w8a8: both sides have 8 bits."""
+    def ours(self, i: int, *, is_fp8: bool, shape: Any) -> torch.Tensor:
+        from rill.models.ops.fp8 import Fp8Rows
         from rill.models.ops.triton_skinny import gated_product, product
 
         options: dict[str, Any] = {"is_gelu": False} if self.is_gated else {"dtype": torch.float32}
         call = gated_product if self.is_gated else product
-        if kind == "bf16":
+        if not is_fp8:
             return call(self.x, self.weights[i], shape, **options)
         values, scales = self.quantized[i]
-        if kind == "w8a8":
-            return call(self.x8, values, shape, x_scales=self.x_scales, weight_scales=scales, **options)
-        return call(self.x, values, shape, weight_scales=scales, widen=2, **options)
+        return call(Fp8Rows(self.x8, self.x_scales), values, shape, scales_N=scales, **options)
 
     def variants(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -479,10 +543,10 @@ class Products:
         }[self.rows]
         for tile_n, tile_k, num_stages, num_warps in tiles:
             shape = self._shape(tile_n, tile_k, num_stages, num_warps)
-            kinds = ["w8a8"] if self.rows == 256 else ["w8a8", "w8a16", *["bf16"] * (tile_k == 128)]
-            for kind in kinds:
+            for is_fp8 in (True, False) if tile_k == 128 and self.rows < 256 else (True,):
+                kind = "fp8" if is_fp8 else "bf16"
                 label = f"ours {kind}, tile {tile_n} x {tile_k}, {shape.num_parts} parts, {num_stages} stages"
-                found[label] = functools.partial(self.ours, kind=kind, shape=shape)
+                found[label] = functools.partial(self.ours, is_fp8=is_fp8, shape=shape)
         return found
 
     def _shape(self, tile_n: int, tile_k: int, num_stages: int, num_warps: int) -> Any:
@@ -532,7 +596,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--only",
-        default="fixed,profile,tail,narrow,groups,cascade,update,memory,growth,invariant,speculation",
+        default="fixed,profile,tail,narrow,groups,cascade,update,memory,growth,invariant,speculation,fp8",
     )
     parser.add_argument("--steps", type=int, default=4, help="num_scheduler_steps: 1 is a step to a turn")
     arguments = parser.parse_args()
@@ -542,42 +606,47 @@ def main() -> None:
         return
     report(device=torch.cuda.get_device_name(), torch=torch.__version__)
     torch.backends.cuda.matmul.allow_tf32 = True
+    alone = {"fp8_products": fp8_products, "fp8": fp8, "speculation": speculation}
+    for name in [n for n in wanted if n in alone]:  # with engines of their own, or none
+        run_part(name, alone[name])
+    wanted = [n for n in wanted if n not in alone]
+    if not wanted:
+        return
     start = time.perf_counter()
-    if "fp8_products" in wanted:  # needs no engine
-        wanted.remove("fp8_products")
-        fp8_products()
-        report(part="fp8_products", seconds=round(time.perf_counter() - start, 1))
-        if not wanted:
-            return
     engine = make_engine(num_scheduler_steps=arguments.steps)
     report(steps_to_a_turn=arguments.steps)
     report(part="load", seconds=round(time.perf_counter() - start, 1))
     rate = 0.0
-    for name in wanted:
-        start = time.perf_counter()
-        try:
-            if name == "fixed":
-                rate = fixed(engine)
-            elif name in ("tail", "narrow"):
-                {"tail": tail, "narrow": narrow}[name](engine, rate)
-            else:
-                {
-                    "profile": profile,
-                    "groups": groups,
-                    "cascade": cascade,
-                    "update": update,
-                    "memory": memory,
-                    "growth": growth,
-                    "invariant": invariant,
-                    "speculation": speculation,
-                }[name](engine)
-        except Exception as error:  # noqa: BLE001 boundary: one failed part must not hide the others' figures
-            import traceback
 
-            traceback.print_exc()
-            report(failed=name, error=str(error)[:300])
-        report(part=name, seconds=round(time.perf_counter() - start, 1))
+    def fixed_part() -> None:
+        nonlocal rate
+        rate = fixed(engine)
+
+    parts = {
+        "fixed": fixed_part,
+        "profile": lambda: profile(engine),
+        "tail": lambda: tail(engine, rate),
+        "narrow": lambda: narrow(engine, rate),
+        "groups": lambda: groups(engine),
+        "cascade": lambda: cascade(engine),
+        "update": lambda: update(engine),
+        "memory": lambda: memory(engine),
+        "growth": lambda: growth(engine),
+        "invariant": lambda: invariant(engine),
+    }
+    for name in wanted:
+        run_part(name, parts[name])
     engine.close()
+
+
+def run_part(name: str, part: Callable[[], None]) -> None:
+    start = time.perf_counter()
+    try:
+        part()
+    except Exception as error:  # noqa: BLE001 boundary: one failed part must not hide the others' figures
+        traceback.print_exc()
+        report(failed=name, error=str(error)[:300])
+    report(part=name, seconds=round(time.perf_counter() - start, 1))
 
 
 if __name__ == "__main__":
