@@ -30,6 +30,8 @@ HELD_OUT = "held_out"
 
 MISMATCH_LIMITS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 """Largest mean |log π_trainer − log π_engine| of the same tokens and weights, in nats, by the trainer's precision."""
+QUANTIZED_LIMIT = 0.15
+"""The same where the engine samples in 8 bits."""
 
 
 def native_unless_named(engine: Any) -> Any:
