@@ -1,4 +1,4 @@
-"""A recipe whose rollouts are quantised: what changes with it by itself, what a recipe says wins, and that it learns."""
+"""A recipe whose rollouts are quantised: what changes by itself, that what a recipe says wins, and that it learns."""
 
 from __future__ import annotations
 
