@@ -60,7 +60,8 @@ def test_log_probabilities_are_near_the_models_and_those_sampled_are_those_score
     plain, engine = engine_of(name, device), engine_of(name, device, **options)
     try:
         found = gap(engine.score(texts), plain.score(texts))
-        assert 0 < found.mean() < 0.06 and found.max() < 0.5, (found.mean(), found.max())
+        mean, most = (0.06, 0.5) if device == "cpu" else (0.3, 2.0)  # the wider models' logits are larger
+        assert 0 < found.mean() < mean and found.max() < most, (found.mean(), found.max())
         for inputs in (prompts([5] * 70, seed=1), texts) if device == "cuda" else (texts,):
             batch = [request(i, p, max_new_tokens=12, seed=i, temperature=1.0) for i, p in enumerate(inputs)]
             done = engine.generate(batch, timeout_s=110)
@@ -68,7 +69,9 @@ def test_log_probabilities_are_near_the_models_and_those_sampled_are_those_score
             sampled = [np.concatenate([p, c.logprobs]) for p, c in zip(inputs, done)]
             scored = [np.concatenate([p, s[len(p) :]]) for p, s in zip(inputs, engine.score(whole))]
             difference = gap(sampled, scored)
-            assert difference.max() < (1e-3 if device == "cpu" else 0.3), "more than rounding"
+            # On CUDA few rows are summed in another order, which moves some numbers to the next of 8 bits.
+            mean, most = (1e-4, 1e-3) if device == "cpu" else (0.1, 1.0)
+            assert difference.mean() < mean and difference.max() < most, (difference.mean(), difference.max())
     finally:
         plain.close()
         engine.close()
