@@ -22,6 +22,7 @@ from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.training.policy import PolicyTrainer
 from rill.workflows.config import (
     MISMATCH_LIMITS,
+    QUANTIZED_CANARY,
     QUANTIZED_LIMIT,
     OnlineConfig,
     PlacementConfig,
@@ -133,7 +134,7 @@ class RLConfig(OnlineConfig):
         if engine.get("quantization") is None and engine.get("kv_cache_dtype") != "fp8":
             return values
         if isinstance(sync := values.get("sync", {}), dict):
-            values = {**values, "sync": {"canary_tolerance": QUANTIZED_LIMIT, **sync}}
+            values = {**values, "sync": {"canary_tolerance": QUANTIZED_CANARY, **sync}}
         algorithm = as_table(values.get("algorithm", {}))
         whole = expand(algorithm)
         loss = as_table(whole.get("loss", {})) if isinstance(whole, dict) else None

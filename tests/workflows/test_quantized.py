@@ -43,8 +43,8 @@ def test_guard_and_canary_allow_for_8_bits() -> None:
 
     plain, quantized = config_of(), config_of(FP8)
     assert "0.001" in limit(plain) and "0.15" in limit(quantized)
-    assert (plain.sync.canary_tolerance, quantized.sync.canary_tolerance) == (0.0, 0.15)
-    assert config_of(FP8, "sync.canary_tolerance=0.5").sync.canary_tolerance == 0.5
+    assert (plain.sync.canary_tolerance, quantized.sync.canary_tolerance) == (0.0, 0.5)
+    assert config_of(FP8, "sync.canary_tolerance=0.1").sync.canary_tolerance == 0.1
 
 
 @pytest.mark.slow
