@@ -120,6 +120,11 @@ def profile(engine: NativeEngine) -> None:
     report(result="256 prompts of 128 tokens", ms=round(1000 * seconds, 1))
     for count in (1, 16, 64):
         report(result=f"a decode step of {count} sequences", ms=step_ms(engine, count))
+    kernels_of(engine, 22)
+
+
+def kernels_of(engine: NativeEngine, num_kernels: int) -> None:
+    """What a decode step of 256 sequences is made of."""
     futures = engine.submit(requests(random_prompts(256, 128, 2), [384] * 256, "profiled"))
     while engine.stats().num_waiting or engine.stats().num_running < 256:
         time.sleep(0.005)
@@ -134,7 +139,7 @@ def profile(engine: NativeEngine) -> None:
     steps, seconds = engine.stats().extra["num_steps"] - begin, time.perf_counter() - start
     [f.result(timeout=120) for f in futures]
     report(result="profile", steps=steps, ms_per_step_with_profiler=round(1000 * seconds / max(1, steps), 3))
-    events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)[:22]
+    events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)[:num_kernels]
     total = sum(e.self_device_time_total for e in profiler.key_averages())
     for event in events:
         report(
@@ -349,6 +354,7 @@ def fp8() -> None:
             )
             rates.append(tokens / seconds)
         seconds, _ = timed(engine, requests(random_prompts(256, 128, 7), [1] * 256, f"prompts {name}"))
+        kernels_of(engine, 14)
         parameters = dict(engine._runner.model.named_parameters()).items()
         fresh = [(n, torch.randn(p.shape, device="cuda").mul_(0.02).bfloat16()) for n, p in parameters]
         torch.cuda.synchronize()

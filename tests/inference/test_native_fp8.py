@@ -25,6 +25,19 @@ OPTIONS: list[dict[str, Any]] = [
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "head_dim": 128, "initializer_range": 0.05}
 
+WIDE_GAPS = {
+    ("qwen2", "quantization"): 0.130,
+    ("qwen2", "kv_cache_dtype"): 0.0545,
+    ("qwen2", "quantization", "kv_cache_dtype"): 0.162,
+    ("qwen3", "quantization"): 0.136,
+    ("qwen3", "kv_cache_dtype"): 0.0507,
+    ("qwen3", "quantization", "kv_cache_dtype"): 0.153,
+    ("gemma2", "quantization"): 0.158,
+    ("gemma2", "kv_cache_dtype"): 0.0824,
+    ("gemma2", "quantization", "kv_cache_dtype"): 0.188,
+}
+"""Mean difference in nats on the texts below, by rounding in float32 on the CPU."""
+
 
 def shape_of(name: str, device: str) -> dict[str, Any]:
     """Wide enough for real tiles, on CUDA."""
@@ -60,8 +73,11 @@ def test_log_probabilities_are_near_the_models_and_those_sampled_are_those_score
     plain, engine = engine_of(name, device), engine_of(name, device, **options)
     try:
         found = gap(engine.score(texts), plain.score(texts))
-        mean, most = (0.06, 0.5) if device == "cpu" else (0.3, 2.0)  # the wider models' logits are larger
-        assert 0 < found.mean() < mean and found.max() < most, (found.mean(), found.max())
+        if device == "cpu":
+            assert 0 < found.mean() < 0.06 and found.max() < 0.5, (found.mean(), found.max())
+        else:  # what rounding costs the same model on the CPU: a wrong scale costs more
+            assert found.mean() == pytest.approx(WIDE_GAPS[name, *options], rel=0.25)
+            assert found.max() < 2.0
         for inputs in (prompts([5] * 70, seed=1), texts) if device == "cuda" else (texts,):
             batch = [request(i, p, max_new_tokens=12, seed=i, temperature=1.0) for i, p in enumerate(inputs)]
             done = engine.generate(batch, timeout_s=110)
