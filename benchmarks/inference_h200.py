@@ -9,9 +9,12 @@ from the bytes and operations that the work needs and the rates measured on the 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import resource
 import time
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -116,13 +119,12 @@ def profile(engine: NativeEngine) -> None:
     seconds, _ = timed(engine, requests(random_prompts(256, 128, 7), [1] * 256, "prompts"))
     report(result="256 prompts of 128 tokens", ms=round(1000 * seconds, 1))
     for count in (1, 16, 64):
-        timed(
-            engine, requests(random_prompts(count, 128, 11), [200] * count, f"warm{count}")
-        )  # captures graphs
-        begin = engine.stats().extra["num_steps"]
-        seconds, _ = timed(engine, requests(random_prompts(count, 128, 12), [200] * count, f"few{count}"))
-        steps = engine.stats().extra["num_steps"] - begin
-        report(result=f"a decode step of {count} sequences", ms=round(1000 * seconds / steps, 3))
+        report(result=f"a decode step of {count} sequences", ms=step_ms(engine, count))
+    kernels_of(engine, 22)
+
+
+def kernels_of(engine: NativeEngine, num_kernels: int) -> None:
+    """What a decode step of 256 sequences is made of."""
     futures = engine.submit(requests(random_prompts(256, 128, 2), [384] * 256, "profiled"))
     while engine.stats().num_waiting or engine.stats().num_running < 256:
         time.sleep(0.005)
@@ -137,7 +139,7 @@ def profile(engine: NativeEngine) -> None:
     steps, seconds = engine.stats().extra["num_steps"] - begin, time.perf_counter() - start
     [f.result(timeout=120) for f in futures]
     report(result="profile", steps=steps, ms_per_step_with_profiler=round(1000 * seconds / max(1, steps), 3))
-    events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)[:22]
+    events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)[:num_kernels]
     total = sum(e.self_device_time_total for e in profiler.key_averages())
     for event in events:
         report(
@@ -145,6 +147,14 @@ def profile(engine: NativeEngine) -> None:
             us=round(event.self_device_time_total / max(1, event.count), 1),
         )  # fmt: skip
     report(result="device busy", ms=round(total / 1000, 1), of_ms=round(seconds * 1000, 1))
+
+
+def step_ms(engine: NativeEngine, count: int) -> float:
+    """Of `count` sequences, their prompts' step included in 200."""
+    timed(engine, requests(random_prompts(count, 128, 11), [200] * count, f"warm{count}"))  # captures graphs
+    begin = engine.stats().extra["num_steps"]
+    seconds, _ = timed(engine, requests(random_prompts(count, 128, 12), [200] * count, f"few{count}"))
+    return round(1000 * seconds / (engine.stats().extra["num_steps"] - begin), 3)
 
 
 def log_normal_lengths() -> list[int]:
@@ -320,20 +330,82 @@ def invariant(shared: NativeEngine) -> None:
     engine.close()
 
 
-def speculation(shared: NativeEngine) -> None:
-    """Few sequences with and without drafts. A random tied model repeats its last token at temperature 0 and less and
-    less above it; at 1 nothing repeats. Each in turns, best of three."""
-    drafting = make_engine(shared._runner.model, num_speculative_tokens=15, kv_memory_fraction=0.3)
-    for count in (1, 4, 16, 32):
-        for temperature in (0.0, 0.3, 0.5, 1.0):
+def fp8() -> None:
+    """bf16, weights of 8 bits, and keys and values too: rates, and what becomes of log-probabilities."""
+    texts = random_prompts(16, 256, 77)
+    wanted: list[Any] = []
+    plain = 0.0
+    for name, options in (
+        ("bf16", {}),
+        ("weights", {"quantization": "fp8"}),
+        ("weights and cache", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    ):
+        start = time.perf_counter()
+        engine = make_engine(max_num_seqs=256, kv_memory_fraction=0.3, **options)
+        start_s = time.perf_counter() - start
+        scores = [s[1:] for s in engine.score(texts)]
+        wanted = wanted or scores
+        gap = np.concatenate([abs(a - b) for a, b in zip(scores, wanted, strict=True)])
+        steps = {count: step_ms(engine, count) for count in (1, 16, 64, 256)}
+        rates = []
+        for attempt in range(3):
+            seconds, tokens = timed(
+                engine, requests(random_prompts(256, 128, 2 + attempt), [256] * 256, f"{name}{attempt}")
+            )
+            rates.append(tokens / seconds)
+        seconds, _ = timed(engine, requests(random_prompts(256, 128, 7), [1] * 256, f"prompts {name}"))
+        kernels_of(engine, 14)
+        parameters = dict(engine._runner.model.named_parameters()).items()
+        fresh = [(n, torch.randn(p.shape, device="cuda").mul_(0.02).bfloat16()) for n, p in parameters]
+        torch.cuda.synchronize()
+        for version in (1, 2, 3):
+            start = time.perf_counter()
+            engine.update_weights(fresh, PolicyVersion(version))
+            update_s = time.perf_counter() - start
+        del fresh, parameters
+        engine.close()
+        del engine
+        torch.cuda.empty_cache()
+        plain = plain or max(rates)
+        report(
+            result=f"FP8: {name}",
+            tokens_per_s=round(max(rates)),
+            of_bf16=round(max(rates) / plain, 3),
+            step_ms=steps,
+            prompts_ms=round(1000 * seconds, 1),
+            gap_mean=round(float(gap.mean()), 4),
+            gap_max=round(float(gap.max()), 4),
+            update_ms=round(1000 * update_s, 1),
+            start_s=round(start_s, 1),
+        )
+
+
+def speculation() -> None:
+    """Few sequences with and without drafts, in turns, best of two. A model with random weights says nothing twice.
+    Here the layers add next to nothing, so that the tied head finds the last token again: at temperature 0 it is
+    repeated for ever, at 0.5 about every second time, at 1 never. All the work is done as ever."""
+    model = make_model()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.mul_(2.0**-10)
+        elif name == "model.norm.weight":
+            parameter.data.mul_(0.2)  # logits of 6 for the last token and 0.15 for others
+    options: dict[str, Any] = {"max_num_seqs": 64, "kv_memory_fraction": 0.2}
+    engines = {
+        "plain": make_engine(model, **options),
+        "drafting": make_engine(model, num_speculative_tokens=15, **options),
+    }
+    drafting = engines["drafting"]
+    for count in (1, 16):
+        for temperature in (0.0, 0.5, 1.0):
             rates = {"plain": 0.0, "drafting": 0.0}
-            for attempt in range(4):  # the first captures graphs
+            for attempt in range(3):  # the first captures graphs
                 before = drafting.stats()
-                for name, engine in (("plain", shared), ("drafting", drafting)):
+                for name, engine in engines.items():
                     prompts = random_prompts(count, 128, 500 + attempt)
                     tag = f"{name}-{count}-{temperature}-{attempt}"
                     seconds, tokens = timed(
-                        engine, requests(prompts, [512] * count, tag, temperature=temperature)
+                        engine, requests(prompts, [256] * count, tag, temperature=temperature)
                     )
                     if attempt:
                         rates[name] = max(rates[name], tokens / seconds)
@@ -345,17 +417,192 @@ def speculation(shared: NativeEngine) -> None:
                 tokens_per_s=round(rates["drafting"]),
                 without=round(rates["plain"]),
                 ratio=round(rates["drafting"] / rates["plain"], 3),
-                drafted_of_tokens=round(num_drafted / (512 * count), 3),
+                drafted_of_tokens=round(num_drafted / (256 * count), 3),
                 accepted_of_drafted=round(num_accepted / max(1, num_drafted), 3),
             )
-    drafting.close()
+    for engine in engines.values():
+        engine.close()
+
+
+def fp8_products() -> None:
+    """The products of a layer in bf16 and FP8, µs each by replay of a graph; every product has a weight of its own, so
+    that none is found in the cache."""
+    torch.manual_seed(0)
+    for name, num_out, num_in in (
+        ("qkv", 2048, 1536), ("out", 1536, 1536), ("gate_up", 17920, 1536), ("down", 1536, 8960),
+    ):  # fmt: skip
+        count = max(3, min(24, 240_000_000 // (2 * num_out * num_in)))
+        weights = [torch.randn(num_out, num_in, device="cuda").mul_(0.02).bfloat16() for _ in range(count)]
+        for rows in (16, 64, 256, 4096):
+            products = Products(weights, rows, is_gated=name == "gate_up")
+            measure_products(name, rows, products.wanted(), products.variants(), count)
+    fp8_attention()
+
+
+def fp8_attention() -> None:
+    """Decode attention of 256 sequences with 280 tokens each, over keys and values of 16 and of 8 bits."""
+    from rill.models.decode.decode_work import DecodeWork, work_in_runs
+    from rill.models.ops.triton_decode import DecodeAttention
+
+    rows, tokens, layers = 256, 280, 4
+    blocks = -(-tokens // 16)
+    numbers = np.arange(rows, dtype=np.int32)
+    entries, runs = work_in_runs(np.full(rows, tokens, dtype=np.int32), numbers, rows)
+    work = DecodeWork(torch.from_numpy(entries).cuda(), runs)
+    tables = torch.arange(1, rows * blocks + 1, dtype=torch.int32, device="cuda").view(rows, blocks)
+    query = torch.randn(rows, 16 * 128, device="cuda").bfloat16()
+    size = (layers, 2, rows * blocks + 1, 16, 2, 128)
+    cache = torch.randn(size, device="cuda").bfloat16()
+    attend = DecodeAttention(
+        num_heads=12, num_kv_heads=2, head_dim=128, max_rows=rows, device=torch.device("cuda", 0)
+    )
+
+    def run(i: int, *, held: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(rows, 12, 128, dtype=torch.bfloat16, device="cuda")
+        keys, values = held[i]
+        attend(query, query.shape[1], keys, values, tables, work, out, scale=128**-0.5, window=0, softcap=0.0)
+        return out.view(rows, -1)
+
+    variants = {
+        "bf16": functools.partial(run, held=cache),
+        "fp8": functools.partial(run, held=cache.to(torch.float8_e4m3fn)),
+    }
+    measure_products("attention", rows, run(0, held=cache).float(), variants, layers)
+
+
+class Products:
+    """One product of a layer, by every way there is. Each takes the number of its weight."""
+
+    def __init__(self, weights: list[torch.Tensor], rows: int, *, is_gated: bool) -> None:
+        self.weights, self.rows, self.is_gated = weights, rows, is_gated
+        self.num_out, self.num_in = weights[0].shape
+        self.quantized = [self._quantized(w) for w in weights]
+        self.one = torch.ones((), device="cuda")
+        self.bias = torch.zeros(self.num_out, device="cuda", dtype=torch.bfloat16)
+        self.x = torch.randn(rows, self.num_in, device="cuda").bfloat16()
+        self.x8, self.x_scales = self._quantized(self.x)
+
+    @staticmethod
+    def _quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from rill.models.ops.triton_fp8 import quantize_into
+
+        values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        quantize_into(x, values, scales)
+        return values, scales
+
+    def wanted(self) -> torch.Tensor:
+        return torch.nn.functional.linear(self.x.float(), self.weights[0].float())
+
+    def bf16(self, i: int) -> torch.Tensor:
+        return torch.nn.functional.linear(self.x, self.weights[i])
+
+    def rows_scaled(self, i: int, *, fast: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
+        values, scales = self.quantized[i]
+        return torch._scaled_mm(
+            self.x8, values.t(), scale_a=self.x_scales[:, None], scale_b=scales[None], bias=bias,
+            out_dtype=torch.bfloat16, use_fast_accum=fast,
+        )  # fmt: skip
+
+    def whole_scaled(self, i: int) -> torch.Tensor:
+        return torch._scaled_mm(
+            self.x8, self.quantized[i][0].t(), scale_a=self.one, scale_b=self.one, out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )  # fmt: skip
+
+    def quantize(self, i: int) -> None:
+        from rill.models.ops.triton_fp8 import quantize_into
+
+        quantize_into(self.x, self.x8, self.x_scales)
+
+    def quantize_and_scaled(self, i: int) -> torch.Tensor:
+        self.quantize(i)
+        return self.rows_scaled(i, fast=True)
+
+    def ours(self, i: int, *, is_fp8: bool, shape: Any) -> torch.Tensor:
+        from rill.models.ops.fp8 import Fp8Rows
+        from rill.models.ops.triton_skinny import gated_product, product
+
+        options: dict[str, Any] = {"is_gelu": False} if self.is_gated else {"dtype": torch.float32}
+        call = gated_product if self.is_gated else product
+        if not is_fp8:
+            return call(self.x, self.weights[i], shape, **options)
+        values, scales = self.quantized[i]
+        return call(Fp8Rows(self.x8, self.x_scales), values, shape, scales_N=scales, **options)
+
+    def variants(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "bf16": self.bf16,
+            "row-wise, fast accumulation": functools.partial(self.rows_scaled, fast=True),
+            "row-wise": functools.partial(self.rows_scaled, fast=False),
+            "row-wise, fast, bias": functools.partial(self.rows_scaled, fast=True, bias=self.bias),
+            "quantise, row-wise, fast": self.quantize_and_scaled,
+            "per tensor, fast": self.whole_scaled,
+            "quantise alone": self.quantize,
+        }
+        if self.rows > 256 or (self.rows == 256 and self.is_gated):
+            return found
+        tiles = {
+            16: [(64 if self.is_gated else 128, 128, 4, 4), (64 if self.is_gated else 128, 256, 3, 4)],
+            64: [(64, 128, 4, 4), (64, 256, 3, 4)],
+            256: [(128, 128, 3, 8), (64, 128, 4, 4)],
+        }[self.rows]
+        for tile_n, tile_k, num_stages, num_warps in tiles:
+            shape = self._shape(tile_n, tile_k, num_stages, num_warps)
+            for is_fp8 in (True, False) if tile_k == 128 and self.rows < 256 else (True,):
+                kind = "fp8" if is_fp8 else "bf16"
+                label = f"ours {kind}, tile {tile_n} x {tile_k}, {shape.num_parts} parts, {num_stages} stages"
+                found[label] = functools.partial(self.ours, is_fp8=is_fp8, shape=shape)
+        return found
+
+    def _shape(self, tile_n: int, tile_k: int, num_stages: int, num_warps: int) -> Any:
+        from rill.models.ops.triton_skinny import ProductShape
+
+        if self.is_gated:
+            return ProductShape(1, tile_n, tile_k, num_stages, num_warps, 0)
+        num_blocks = self.num_in // tile_k
+        num_parts = min(max(1, 132 // -(-self.num_out // tile_n)), num_blocks)
+        num_parts = -(-num_blocks // -(-num_blocks // num_parts))
+        prefetch = (4 << 20) // (self.num_out * num_parts) // 128 * 128
+        return ProductShape(num_parts, tile_n, tile_k, num_stages, num_warps, prefetch)
+
+
+def measure_products(name: str, rows: int, wanted: Any, variants: dict[str, Any], count: int) -> None:
+    figures: dict[str, Any] = {}
+    for label, call in variants.items():
+        try:
+            out = call(0)
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                call(1)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    for i in range(count):
+                        call(i)
+            graph.replay()
+            torch.cuda.synchronize()
+            repeats = 8
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(repeats):
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            figures[label] = [round(1000 * begin.elapsed_time(end) / (repeats * count), 2)]
+            if out is not None:
+                out = out.float().sum(0) if out.ndim == 3 else out.float()
+                if out.shape == wanted.shape:  # a gated product has half the width
+                    figures[label].append(round(float((out - wanted).norm() / wanted.norm()), 4))
+        except Exception as error:  # noqa: BLE001 boundary: a variant that fails must not hide the others' figures
+            figures[label] = f"{type(error).__name__}: {error}"[:200]
+    report(product=name, rows=rows, us_and_error=figures)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--only",
-        default="fixed,profile,tail,narrow,groups,cascade,update,memory,growth,invariant,speculation",
+        default="fixed,profile,tail,narrow,groups,cascade,update,memory,growth,invariant,speculation,fp8",
     )
     parser.add_argument("--steps", type=int, default=4, help="num_scheduler_steps: 1 is a step to a turn")
     arguments = parser.parse_args()
@@ -365,36 +612,47 @@ def main() -> None:
         return
     report(device=torch.cuda.get_device_name(), torch=torch.__version__)
     torch.backends.cuda.matmul.allow_tf32 = True
+    alone = {"fp8_products": fp8_products, "fp8": fp8, "speculation": speculation}
+    for name in [n for n in wanted if n in alone]:  # with engines of their own, or none
+        run_part(name, alone[name])
+    wanted = [n for n in wanted if n not in alone]
+    if not wanted:
+        return
     start = time.perf_counter()
     engine = make_engine(num_scheduler_steps=arguments.steps)
     report(steps_to_a_turn=arguments.steps)
     report(part="load", seconds=round(time.perf_counter() - start, 1))
     rate = 0.0
-    for name in wanted:
-        start = time.perf_counter()
-        try:
-            if name == "fixed":
-                rate = fixed(engine)
-            elif name in ("tail", "narrow"):
-                {"tail": tail, "narrow": narrow}[name](engine, rate)
-            else:
-                {
-                    "profile": profile,
-                    "groups": groups,
-                    "cascade": cascade,
-                    "update": update,
-                    "memory": memory,
-                    "growth": growth,
-                    "invariant": invariant,
-                    "speculation": speculation,
-                }[name](engine)
-        except Exception as error:  # noqa: BLE001 boundary: one failed part must not hide the others' figures
-            import traceback
 
-            traceback.print_exc()
-            report(failed=name, error=str(error)[:300])
-        report(part=name, seconds=round(time.perf_counter() - start, 1))
+    def fixed_part() -> None:
+        nonlocal rate
+        rate = fixed(engine)
+
+    parts = {
+        "fixed": fixed_part,
+        "profile": lambda: profile(engine),
+        "tail": lambda: tail(engine, rate),
+        "narrow": lambda: narrow(engine, rate),
+        "groups": lambda: groups(engine),
+        "cascade": lambda: cascade(engine),
+        "update": lambda: update(engine),
+        "memory": lambda: memory(engine),
+        "growth": lambda: growth(engine),
+        "invariant": lambda: invariant(engine),
+    }
+    for name in wanted:
+        run_part(name, parts[name])
     engine.close()
+
+
+def run_part(name: str, part: Callable[[], None]) -> None:
+    start = time.perf_counter()
+    try:
+        part()
+    except Exception as error:  # noqa: BLE001 boundary: one failed part must not hide the others' figures
+        traceback.print_exc()
+        report(failed=name, error=str(error)[:300])
+    report(part=name, seconds=round(time.perf_counter() - start, 1))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,15 @@ run is refused here, with one line, before anything is started.
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from rill.algorithms import Algorithm, AlgorithmConfig, Need, Scope
+from rill.algorithms import LOSSES, Algorithm, AlgorithmConfig, Need, Scope
+from rill.algorithms.presets import expand
 from rill.config import OneOf, PartConfig
+from rill.config.base import as_table, value_at
 from rill.data.base import DATASETS
 from rill.errors import ConfigError
 from rill.models.loading import ModelConfig
@@ -19,6 +22,8 @@ from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.training.policy import PolicyTrainer
 from rill.workflows.config import (
     MISMATCH_LIMITS,
+    QUANTIZED_CANARY,
+    QUANTIZED_LIMIT,
     OnlineConfig,
     PlacementConfig,
     RolloutConfig,
@@ -26,6 +31,8 @@ from rill.workflows.config import (
     WarmStartConfig,
 )
 from rill.workflows.scorers import RewardModelConfig, TeacherConfig
+
+logger = logging.getLogger(__name__)
 
 
 class ModelPlacementConfig(PlacementConfig):
@@ -75,7 +82,7 @@ class RLConfig(OnlineConfig):
     """What the workflow's groups can give an algorithm besides what the trainer has by itself."""
 
     def guards(self) -> list[Guard]:
-        limit = MISMATCH_LIMITS[self.trainer.compute_dtype]
+        limit = QUANTIZED_LIMIT if self.is_quantized else MISMATCH_LIMITS[self.trainer.compute_dtype]
         watched = default_guards(max_lag=self.loop.largest_lag, mismatch_limit=limit)
         return with_actions(watched, self.guard_actions)
 
@@ -83,6 +90,11 @@ class RLConfig(OnlineConfig):
     def pulling(self) -> tuple[str, ...]:
         inference = self.placement.inference
         return (self.placement.rollout, *([] if inference is None else [inference]))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the engine samples in 8 bits what is trained in more."""
+        return bool(getattr(self.rollout.engine, "is_quantized", False))
 
     @property
     def reads_gpu(self) -> bool:
@@ -115,6 +127,28 @@ class RLConfig(OnlineConfig):
             engine = {"dtype": dtype, **engine}
             values = {**values, "rollout": {**values["rollout"], "engine": engine}}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _corrected_where_quantized(cls, values: Any) -> Any:
+        """What is sampled in 8 bits is weighed (tis), unless the recipe names a correction or its loss has the ratio.
+        The canary allows for 8 bits, unless the recipe says what it allows."""
+        engine = as_table(value_at(values, "rollout.engine"))
+        if not isinstance(engine, dict) or engine.get("type", "native") != "native":
+            return values
+        if engine.get("quantization") is None and engine.get("kv_cache_dtype") != "fp8":
+            return values
+        if isinstance(sync := values.get("sync", {}), dict):
+            values = {**values, "sync": {"canary_tolerance": QUANTIZED_CANARY, **sync}}
+        algorithm = as_table(values.get("algorithm", {}))
+        whole = expand(algorithm)
+        loss = as_table(whole.get("loss", {})) if isinstance(whole, dict) else None
+        if not isinstance(loss, dict) or "correction" in whole or loss.get("type") not in LOSSES:
+            return values
+        if LOSSES.load(loss["type"]).uses_rollout_ratio:
+            return values
+        logger.info("rollouts are quantised: algorithm.correction = 'tis', since the recipe names none")
+        return {**values, "algorithm": {**algorithm, "correction": {"type": "tis"}}}
 
     @model_validator(mode="after")
     def _can_run(self) -> Self:

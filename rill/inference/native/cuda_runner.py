@@ -127,7 +127,7 @@ class CudaRunner(ModelRunner):
         # Its kernels join a product with what follows, and between ranks a sum comes in between.
         is_alone = shards is None and not batch_invariant
         if decoder is not None and is_alone and SkinnyStages.supports(decoder, weight):
-            self._skinny = SkinnyStages(weight)
+            self._skinny = SkinnyStages(weight, decoder.structure.final_norm)
         self._bank: LowRankBank | None = None
         self._num_adapter_changes = 0
         if batch_invariant and decoder is None:

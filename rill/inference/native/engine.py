@@ -85,6 +85,11 @@ class NativeEngine:
         tensor_parallel_size: int = Field(default=1, ge=1)
         """Processes that hold one model together, each some heads and some of the MLP's columns; on CUDA each has a
         GPU, from `device` on."""
+        quantization: Literal["fp8"] | None = None
+        """fp8: the layers' weights are held in 8 bits, quantised as they arrive, and multiplied with activations of 8
+        bits. From Hopper on that is faster; elsewhere numbers are only rounded so. Dense models."""
+        kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+        """fp8: keys and values have 8 bits, so twice as many fit, and attention reads half."""
         block_size: int = Field(default=16, ge=1, le=256)
         """Tokens per KV block."""
         num_kv_blocks: int | None = Field(default=None, ge=2)
@@ -120,13 +125,24 @@ class NativeEngine:
 
         @model_validator(mode="after")
         def _can_be_spread(self) -> NativeEngine.Config:
-            apart = {"batch_invariant": self.batch_invariant, "routed_experts": self.routed_experts}
-            wrong = [name for name, is_on in apart.items() if is_on] + ["fast_path=false"] * (
-                not self.fast_path
-            )
+            apart = {
+                "batch_invariant": self.batch_invariant,
+                "routed_experts": self.routed_experts,
+                "fast_path=false": not self.fast_path,
+            }
+            wrong = next((name for name, is_on in apart.items() if is_on), None)
             if self.tensor_parallel_size > 1 and wrong:
-                raise ValueError(f"tensor_parallel_size > 1 does not go together with {wrong[0]}: change one")
+                raise ValueError(f"tensor_parallel_size > 1 does not go together with {wrong}: change one")
+            if self.tensor_parallel_size > 1:
+                wrong = "tensor_parallel_size > 1"
+            if self.is_quantized and wrong:
+                name = "kv_cache_dtype" if self.quantization is None else "quantization"
+                raise ValueError(f"{name} = 'fp8' does not go together with {wrong}: change one")
             return self
+
+        @property
+        def is_quantized(self) -> bool:
+            return self.quantization is not None or self.kv_cache_dtype == "fp8"
 
     def __init__(
         self,
@@ -195,7 +211,7 @@ class NativeEngine:
         found = set(_FEATURES)
         if self.config.batch_invariant:
             found.add(Feature.BATCH_INVARIANT)
-        elif self.config.tensor_parallel_size == 1:
+        elif self.config.tensor_parallel_size == 1 and not self.config.is_quantized:
             found.add(Feature.LORA)
         if self._runner.vision is not None:
             found.add(Feature.PICTURES)
@@ -288,8 +304,8 @@ class NativeEngine:
         """Serve a LoRA adapter, in place of one of the same name: a PEFT folder, or a state dict and its scale."""
         if Feature.LORA not in self.features:
             raise UnsupportedError(
-                "adapters run outside of the batch-invariant path, and on one rank: set batch_invariant=false and "
-                "tensor_parallel_size=1"
+                "adapters run outside of the batch-invariant path, on one rank and beside weights that are not "
+                "quantised: set batch_invariant=false, tensor_parallel_size=1, quantization and kv_cache_dtype unset"
             )
         if isinstance(source, str | Path):
             tensors, own_scale = read_adapter(source)

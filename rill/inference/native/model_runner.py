@@ -10,6 +10,7 @@ run through that shorter path instead of the modules' forward methods. self_chec
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rill.errors import EngineDiedError, ModelError
+from rill.errors import EngineDiedError, ModelError, UnsupportedError
 from rill.inference.native.adapters import AdapterStore
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.host_memory import free_host_bytes
@@ -32,9 +33,11 @@ from rill.models.decode.attention_paged import (
     paged_context,
 )
 from rill.models.decode.decoder import Decoder, DecoderOps
+from rill.models.decode.quantized import quantize_weights, quantized_decoder
 from rill.models.decode.shards import Shards
 from rill.models.decode.structure import LinearFn, read_structure
 from rill.models.eager import LogitRule, Probe, decoder_of
+from rill.models.ops.fp8 import FP8, Fp8Rows, multiplies_fp8
 from rill.models.ops.torch_kernels import TorchKernels
 from rill.models.routing import UNKNOWN, Routing
 from rill.models.vision import VisionTower, VisualRows
@@ -42,6 +45,8 @@ from rill.types import Floats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 SCORE_ROWS = 512
 """Rows whose logits exist at one time while scoring: rows x vocabulary fp32 is the peak memory."""
@@ -136,6 +141,7 @@ class ModelRunner:
         """int16: the experts of every token in the cache, by its slot."""
         self._num_chosen = 0
         self.adapters = AdapterStore(model)
+        self._quantized: dict[int, Fp8Rows | None] = {}
 
     @classmethod
     def num_slots(cls, configured: int | None) -> int:
@@ -190,7 +196,7 @@ class ModelRunner:
         """Work that the calling thread queues from here on comes after everything launched so far."""
 
     def weight_targets(self) -> WeightTargets:
-        return WeightTargets(self.model, self.shards)
+        return WeightTargets(self.model, self.shards, quantized=self._quantized)
 
     def finish_update(self) -> None:
         """Called after parameters were overwritten, before the next step."""
@@ -288,6 +294,21 @@ class ModelRunner:
         if structure is None or (linear is not None and not structure.is_dense):
             return None
         return Decoder(structure, ops, linear, None if self.shards is None else self.shards.group)
+
+    def quantize(self, *, weights: bool, cache: bool) -> None:
+        """Weights, or keys and values, have 8 bits from here on. Before the cache is made."""
+        if self.decoder is None:
+            raise UnsupportedError(
+                f"quantization and kv_cache_dtype need the fast path, which {self.model.config.model_type!r} does not "
+                "have: leave both unset"
+            )
+        if weights:
+            self._quantized = quantize_weights(self.decoder.structure)
+        if cache and multiplies_fp8(self.device):
+            self.cache_shape = replace(self.cache_shape, dtype=FP8)
+        if not multiplies_fp8(self.device):
+            logger.warning("no FP8 units here: numbers are rounded to 8 bits and multiplied as before")
+        self.decoder = quantized_decoder(self.decoder, weights=weights, cache=cache)
 
     def use_modules(self) -> None:
         """Never the decoder: what it computes is not what the modules do."""

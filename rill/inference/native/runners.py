@@ -10,7 +10,7 @@ import torch
 from rill.errors import ConfigError, UnsupportedError
 from rill.inference.native.cpu_runner import CpuRunner
 from rill.inference.native.model_runner import ModelRunner, refusal
-from rill.inference.native.self_check import Case, check_runner, expected_logits
+from rill.inference.native.self_check import Case, check_quantized, check_runner, expected_logits
 from rill.models.decode.attention_paged import register_paged_attention
 from rill.models.decode.shards import shard_model
 from rill.models.decode.tensor_group import TensorGroup
@@ -30,6 +30,13 @@ def build_runner(
 ) -> ModelRunner:
     runner, expected = load_runner(config, model, owns_model=owns_model)
     check_runner(runner, expected)
+    if config.is_quantized:
+        if not (model is None or owns_model):
+            raise ConfigError(
+                "quantization changes weights, and somebody else holds these: give the engine its own"
+            )
+        runner.quantize(weights=config.quantization is not None, cache=config.kv_cache_dtype == "fp8")
+        check_quantized(runner, expected)
     return runner
 
 

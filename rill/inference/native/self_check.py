@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 CUTS = (0, 5, 10, 11, 12)
 """Where the steps begin and end."""
 
+FP8_TOLERANCE = 0.5
+"""Relative difference of logits that 8 bits explain; what a wrong scale gives is larger."""
 
 Case = tuple[Int64s, int | CheckPicture, torch.Tensor]
 """Tokens, where the first of them stands or the picture that is among them, and the modules' logits."""
@@ -53,26 +55,40 @@ def expected_logits(model: PreTrainedModel, max_len: int) -> list[Case]:
 def check_runner(runner: ModelRunner, cases: list[Case]) -> None:
     """ModelError where the engine would compute something else than the model."""
     model = runner.model
-    if not all(torch.isfinite(logits).all() for *_, logits in cases):
-        return  # weights that are no numbers, which the first request will say; nothing can be compared
-
-    def largest() -> float:
-        return max(
-            difference(_logits(runner, ids, place), logits.to(runner.device)) for ids, place, logits in cases
-        )
-
+    if not _are_finite(cases):
+        return
     limit = TOLERANCES[model.dtype]
     if runner.decoder is not None:
-        found = largest()
+        found = _largest(runner, cases)
         if found <= limit:
             return
         logger.info(
             "%s runs through its modules: the decoder's logits differ by %.1e", model.config.model_type, found
         )
         runner.use_modules()
-    found = largest()
+    found = _largest(runner, cases)
     if not found <= limit:
         raise refusal(model, f"its logits differ from its own modules' by {found:.1e} (limit {limit:.0e})")
+
+
+def check_quantized(runner: ModelRunner, cases: list[Case]) -> None:
+    """The same once weights or cache have 8 bits: ModelError where they cost more than these explain."""
+    if _are_finite(cases) and not (found := _largest(runner, cases)) <= FP8_TOLERANCE:
+        raise refusal(
+            runner.model,
+            f"in 8 bits its logits differ from its modules' by {found:.2f} (limit {FP8_TOLERANCE})",
+        )
+
+
+def _are_finite(cases: list[Case]) -> bool:
+    """Else weights are no numbers, which the first request will say; nothing can be compared."""
+    return all(bool(torch.isfinite(logits).all()) for *_, logits in cases)
+
+
+def _largest(runner: ModelRunner, cases: list[Case]) -> float:
+    return max(
+        difference(_logits(runner, ids, place), logits.to(runner.device)) for ids, place, logits in cases
+    )
 
 
 @torch.inference_mode()

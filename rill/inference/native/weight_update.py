@@ -6,7 +6,7 @@ sends the others theirs: no rank holds a second copy of the model, and none but 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from rill.errors import WeightSyncError
 from rill.inference.base import NamedTensors
 from rill.models.decode.shards import Shards
+from rill.models.ops.fp8 import Fp8Rows, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,9 +28,11 @@ class WeightTargets:
         model: PreTrainedModel,
         shards: Shards | None = None,
         announce: Callable[[str], None] | None = None,
+        quantized: Mapping[int, Fp8Rows | None] | None = None,
     ) -> None:
-        """`announce`: tells the other ranks to receive() their part of this name now."""
-        self._shards, self._announce = shards, announce
+        """`announce`: tells the other ranks to receive() their part of this name now. `quantized`: which parameters
+        have 8 bits, by id, and where they are written (rill.models.decode.quantized)."""
+        self._shards, self._announce, self._quantized = shards, announce, quantized or {}
         # Tied tensors appear under each of their names; one of them is enough.
         self._by_name: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self._required = {id(p): name for name, p in reversed(self._by_name.items())}
@@ -51,6 +54,12 @@ class WeightTargets:
             missing.pop(id(target), None)
             if self._shards is not None:
                 self._share(self._shards, name, tensor.detach().to(target))
+            elif id(target) in self._quantized:
+                rows, whole = self._quantized[id(target)], tensor.detach().to(target.device)
+                if rows is None:
+                    target.data.copy_(rounded(whole, is_weight=True))
+                else:
+                    rows.write(whole, is_weight=True)
             elif at_once and tensor.device == target.device and tensor.dtype == target.dtype:
                 sources.append(tensor.detach())
                 destinations.append(target.data)

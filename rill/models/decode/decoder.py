@@ -23,6 +23,7 @@ import torch
 from rill.models.decode.attention_paged import FlatKernels, KVCache, PagedBatch
 from rill.models.decode.structure import MLP, Layer, LinearFn, Norm, Projection, Structure
 from rill.models.decode.tensor_group import TensorGroup
+from rill.models.ops.fp8 import NO_SCALES, Activations, ProductScales
 
 if TYPE_CHECKING:
     from rill.models.decode.low_rank import AdapterRows
@@ -71,7 +72,7 @@ class Stages(Protocol):
 
     def queries(
         self,
-        x: torch.Tensor,
+        x: Activations,
         layer: Layer,
         rope: tuple[torch.Tensor, torch.Tensor],
         positions_N: torch.Tensor,
@@ -82,19 +83,19 @@ class Stages(Protocol):
         """Rows that begin with the layer's queries, turned; keys and values are in the cache."""
         ...
 
-    def gated(self, x: torch.Tensor, mlp: MLP) -> torch.Tensor:
+    def gated(self, x: Activations, mlp: MLP) -> Activations:
         """act(x Gᵀ) · (x Uᵀ)."""
         ...
 
     def join(
         self,
-        x: torch.Tensor,
+        x: Activations,
         projection: Projection | None,
         hidden: torch.Tensor,
         post: Norm | None,
         following: Norm | None,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> Activations:
         """hidden += scale · post(x Wᵀ), in place; returns following(hidden)."""
         ...
 
@@ -111,7 +112,7 @@ class Decoder:
         self.layers = structure.layers
         self._linear: LinearFn = ops.linear if linear is None else linear
         self._group = group
-        self._stages = KernelStages(ops, self._linear, group=group)
+        self.stages: Stages = KernelStages(ops, self._linear, group=group)
 
     def __call__(
         self,
@@ -128,7 +129,7 @@ class Decoder:
         what rows hold in place of tokens, and where all of them stand in place of positions_N."""
         if adapters is not None:
             stages = KernelStages(self.ops, self._linear, adapters)
-        stages = stages or self._stages
+        stages = stages or self.stages
         structure, layers = self.structure, self.layers
         if self._group is not None:
             ids_N = self._group.broadcast(ids_N)
@@ -142,7 +143,7 @@ class Decoder:
             ropes = [structure.turned_by(visual.positions_3N)]
             positions_N = torch.arange(len(ids_N), dtype=positions_N.dtype, device=positions_N.device)
             deep = len(visual.features_DPE) - 1
-        x = self._normed(hidden, layers[0].before_attention)
+        x: Activations = self._normed(hidden, layers[0].before_attention)
         for layer in layers:
             call, keys, values = layer.call, cache.keys[layer.index], cache.values[layer.index]
             rope = ropes[layer.rope]
@@ -159,11 +160,13 @@ class Decoder:
                 inner = stages.gated(x, layer.mlp)
                 x = stages.join(inner, layer.mlp.down, hidden, layer.after_mlp, following, scale)
             else:
+                assert isinstance(x, torch.Tensor)
                 x = stages.join(_called(layer.mlp, x), None, hidden, layer.after_mlp, following, scale)
             if is_deepened:
                 assert visual is not None
                 hidden.index_add_(0, visual.rows_P, visual.features_DPE[layer.index + 1])
                 x = self._normed(hidden, self._following(layer))
+        assert isinstance(x, torch.Tensor)  # the last norm's
         return x
 
     def _normed(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
@@ -192,7 +195,7 @@ class KernelStages:
 
     def queries(
         self,
-        x: torch.Tensor,
+        x: Activations,
         layer: Layer,
         rope: tuple[torch.Tensor, torch.Tensor],
         positions_N: torch.Tensor,
@@ -200,11 +203,12 @@ class KernelStages:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        qkv = self._project(layer.qkv, x)
         q_norm, k_norm, call = layer.q_norm, layer.k_norm, layer.call
+        is_other = q_norm is not None and (q_norm.is_offset or len(q_norm.weight) != call.key_dim)
+        qkv, scales = self.multiplied(layer.qkv, x, is_whole=is_other)
         if q_norm is None or k_norm is None:
             weights, eps = (None, None), 0.0
-        elif q_norm.is_offset or len(q_norm.weight) != call.key_dim:
+        elif is_other:
             # Over the whole width, or of Gemma's kind: not one of the kernel's.
             width, kv_width = call.num_heads * call.key_dim, call.num_kv_heads * call.key_dim
             self._norm_in_place(qkv[:, :width], q_norm)
@@ -212,36 +216,58 @@ class KernelStages:
             weights, eps = (None, None), 0.0
         else:
             weights, eps = (q_norm.weight, k_norm.weight), q_norm.eps  # type: ignore[assignment]
-        self._ops.rope_store(
-            qkv, *rope, positions_N, slots_N, *weights, eps, keys, values, call.num_heads
-        )  # fmt: skip
+        self.store(scales, qkv, *rope, positions_N, slots_N, *weights, eps, keys, values, call.num_heads)
         return qkv
 
-    def gated(self, x: torch.Tensor, mlp: MLP) -> torch.Tensor:
-        return self._ops.act_mul(self._project(mlp.gate_up, x), gelu=mlp.is_gelu)
+    def gated(self, x: Activations, mlp: MLP) -> Activations:
+        gate_up, scales = self.multiplied(mlp.gate_up, x, is_whole=False)
+        return self.activated(gate_up, mlp, *scales)
 
     def join(
         self,
-        x: torch.Tensor,
+        x: Activations,
         projection: Projection | None,
         hidden: torch.Tensor,
         post: Norm | None,
         following: Norm | None,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> Activations:
+        scales: tuple[ProductScales, ...] = ()
         if projection is not None:
-            x = self._project(projection, x)
+            is_whole = post is not None or scale != 1.0 or following is None
+            x, scales = self.multiplied(projection, x, is_whole=is_whole)
             if self._group is not None:
                 x = self._group.all_reduce(x)
+        assert isinstance(x, torch.Tensor)
         if post is not None:
             x = self._ops.add_norm(x, None, post.weight, post.eps, gemma=post.is_offset)
         if scale != 1.0:
             x = x * scale
         if following is None:
             return hidden.add_(x)
-        return self._ops.add_norm(hidden, x, following.weight, following.eps, gemma=following.is_offset)
+        return self.normed(hidden, x, following, *scales)
 
-    def _project(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
+    def multiplied(
+        self, projection: Projection, x: Activations, *, is_whole: bool
+    ) -> tuple[torch.Tensor, tuple[ProductScales, ...]]:
+        """A product, and what is left to do to it, if anything: never where is_whole."""
+        return self.project(projection, x), ()
+
+    def store(self, scales: tuple[ProductScales, ...], *arguments: Any) -> None:
+        """rope_store."""
+        self._ops.rope_store(*arguments)
+
+    def activated(self, gate_up: torch.Tensor, mlp: MLP, scales: ProductScales = NO_SCALES) -> Activations:
+        return self._ops.act_mul(gate_up, gelu=mlp.is_gelu)
+
+    def normed(
+        self, hidden: torch.Tensor, x: torch.Tensor, norm: Norm, scales: ProductScales = NO_SCALES
+    ) -> Activations:
+        """hidden += x, in place; returns norm(hidden)."""
+        return self._ops.add_norm(hidden, x, norm.weight, norm.eps, gemma=norm.is_offset)
+
+    def project(self, projection: Projection, x: Activations) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
         y = projection(x, self._linear)
         return y if self._adapters is None else self._adapters.add_to(y, projection, x)
 

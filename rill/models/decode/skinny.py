@@ -15,6 +15,7 @@ import torch
 
 from rill.models.decode.decoder import Decoder
 from rill.models.decode.structure import MLP, Layer, Norm, Projection
+from rill.models.ops.fp8 import FP8, Activations, Fp8Rows, num_rows
 from rill.models.ops.triton_skinny import ProductShape, add_parts_norm, gated_product, product, turn_parts
 
 MAX_ROWS = 64
@@ -28,8 +29,9 @@ long that asking early changes nothing."""
 class SkinnyStages:
     """For batches of one token a row and at most MAX_ROWS rows."""
 
-    def __init__(self, head_VE: torch.Tensor) -> None:
-        self._head = head_VE
+    def __init__(self, head_VE: torch.Tensor, final: Norm) -> None:
+        """`final`: the norm before the head, which reads no numbers of 8 bits."""
+        self._head, self._final = head_VE, final
         self._num_sms = torch.cuda.get_device_properties(head_VE.device).multi_processor_count
 
     @staticmethod
@@ -41,7 +43,7 @@ class SkinnyStages:
 
     def queries(
         self,
-        x: torch.Tensor,
+        x: Activations,
         layer: Layer,
         rope: tuple[torch.Tensor, torch.Tensor],
         positions_N: torch.Tensor,
@@ -56,24 +58,26 @@ class SkinnyStages:
             0.0 if q_norm is None else q_norm.eps, keys, values, layer.call.num_heads,
         )  # fmt: skip
 
-    def gated(self, x: torch.Tensor, mlp: MLP) -> torch.Tensor:
-        weight = mlp.gate_up.weight
-        assert weight is not None
-        return gated_product(x, weight, self._shape(weight, len(x), is_gated=True), is_gelu=mlp.is_gelu)
+    def gated(self, x: Activations, mlp: MLP) -> torch.Tensor:
+        x, weight, scales = _operands(x, mlp.gate_up)
+        return gated_product(
+            x, weight, self._shape(weight, num_rows(x), is_gated=True), is_gelu=mlp.is_gelu, scales_N=scales
+        )
 
     def join(
         self,
-        x: torch.Tensor,
+        x: Activations,
         projection: Projection | None,
         hidden: torch.Tensor,
         post: Norm | None,
         following: Norm | None,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> Activations:
         assert projection is not None and following is not None and scale == 1.0
         return add_parts_norm(
             hidden, self._parts(x, projection), projection.bias, None if post is None else post.weight,
             following.weight, following.eps, gemma=following.is_offset,
+            to_fp8=projection.scales is not None and following is not self._final,
         )  # fmt: skip
 
     def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
@@ -81,19 +85,20 @@ class SkinnyStages:
         shape = self._shape(self._head, len(hidden_BE), is_cut=False)
         return product(hidden_BE, self._head, shape, dtype=hidden_BE.dtype)[0]
 
-    def _parts(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
-        assert projection.weight is not None
-        return product(x, projection.weight, self._shape(projection.weight, len(x)), dtype=torch.float32)
+    def _parts(self, x: Activations, projection: Projection) -> torch.Tensor:
+        x, weight, scales = _operands(x, projection)
+        return product(x, weight, self._shape(weight, num_rows(x)), dtype=torch.float32, scales_N=scales)
 
     def _shape(
         self, weight: torch.Tensor, rows: int, *, is_gated: bool = False, is_cut: bool = True
     ) -> ProductShape:
         num_out, num_in = weight.shape
-        is_cut, is_few = is_cut and not is_gated, rows <= FEW_ROWS
+        is_cut, is_few, is_fp8 = is_cut and not is_gated, rows <= FEW_ROWS, weight.dtype is FP8
         tile_n = 128 if is_few and is_cut else 64
         num_tiles, num_parts = -(-num_out // tile_n), 1
-        is_wide = is_cut or (is_gated and is_few)
-        tile_k = next(t for t in (128 if is_wide else 64, 64, 32, 16) if num_in % t == 0)
+        is_wide = is_cut or (is_gated and is_few) or is_fp8
+        widest = 256 if is_fp8 and is_cut and not is_few else 128 if is_wide else 64
+        tile_k = next(t for t in (widest, 128, 64, 32, 16) if t <= widest and num_in % t == 0)
         if is_cut:
             num_blocks = num_in // tile_k
             num_parts = min(max(1, self._num_sms // num_tiles), num_blocks)
@@ -104,10 +109,19 @@ class SkinnyStages:
             num_parts=num_parts,
             tile_n=tile_n,
             tile_k=tile_k,
-            num_stages=3 if is_gated and is_few else 4,
+            num_stages=3 if (is_gated and is_few and not is_fp8) or tile_k == 256 else 4,
             num_warps=4,
             prefetch_bytes=per_row,
         )
+
+
+def _operands(
+    x: Activations, projection: Projection
+) -> tuple[Activations, torch.Tensor, torch.Tensor | None]:
+    assert projection.weight is not None
+    if projection.scales is not None and isinstance(x, torch.Tensor):
+        x = Fp8Rows.of(x)
+    return x, projection.weight, projection.scales
 
 
 def _is_plain(layer: Layer) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rill.models.decode.decode_work import GROUP_ROWS, MAX_PIECES, TILE, WORDS, DecodeWork
+from rill.models.ops.triton_fp8 import widened, widened_pairs, widening
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
 
@@ -58,22 +59,39 @@ def _join(  # type: ignore[no-untyped-def]
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q, keys_ptr, values_ptr, table, kv, begin, end, first, top, total, scale, cap, K: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_CAP: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries over tokens [begin, end) from `first` on: (Σ of values, largest score, Σ of weights)."""
-    d = tl.arange(0, DP)
-    acc = tl.zeros([q.shape[0], DP], tl.float32)
+    """Queries over tokens [begin, end) from `first` on: (Σ of values, largest score, Σ of weights).
+
+    WIDEN == 2: numbers of 8 bits are read two at a time, as 16 bits, which the way to the tensor cores can turn; the
+    even and the odd ones are multiplied apart and put together at the end.
+    """
+    PER: tl.constexpr = 2 if WIDEN == 2 else 1
+    d = tl.arange(0, DP // PER)
+    acc = tl.zeros([q.shape[0], DP // PER], tl.float32)
+    if WIDEN == 2:
+        odd_acc = tl.zeros([q.shape[0], DP // PER], tl.float32)
+        even_q, odd_q = tl.split(tl.reshape(q, (q.shape[0], DP // 2, 2)))
     # Whole tiles before the window are skipped; tiles keep their places, so the order of the rest is the same.
     for at in range(tl.maximum(begin, first // TILE * TILE), end, TILE):
         t = at + tl.arange(0, TILE)
         seen = (t < end) & (t >= first)
         block = tl.load(table + t // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + t % BLOCK_SIZE
-        where = (slot * K + kv)[:, None] * D + d[None, :]
-        inside = seen[:, None] & (d < D)[None, :]
+        where = (slot * K + kv)[:, None] * (D // PER) + d[None, :]
+        inside = seen[:, None] & (d < D // PER)[None, :]
         k = tl.load(keys_ptr + where, mask=inside, other=0.0)
         v = tl.load(values_ptr + where, mask=inside, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if WIDEN == 2:
+            k, odd_k = widened_pairs(k)
+            v, odd_v = widened_pairs(v)
+            s = tl.dot(odd_q, tl.trans(odd_k), tl.dot(even_q, tl.trans(k))) * scale
+        else:
+            if WIDEN == 1:
+                k = widened(k, q.dtype, False)
+                v = widened(v, q.dtype, False)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_CAP:
             s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
         s = tl.where(seen[None, :], s, -1e30)
@@ -82,7 +100,11 @@ def _attend(  # type: ignore[no-untyped-def]
         keep = tl.exp(top - best)
         total = total * keep + tl.sum(p, axis=1)
         acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        if WIDEN == 2:
+            odd_acc = odd_acc * keep[:, None] + tl.dot(p.to(v.dtype), odd_v, input_precision=PRECISION)
         top = best
+    if WIDEN == 2:
+        acc = tl.reshape(tl.join(acc, odd_acc), (q.shape[0], DP))
     return acc, top, total
 
 
@@ -91,7 +113,7 @@ def _shared(  # type: ignore[no-untyped-def]
     q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, work_ptr, members_ptr, part_ptr, stat_ptr,
     sinks_ptr, scale, cap, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GJ: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One piece of what a group of rows shares, for all of their queries: parts that `_decode` joins to the rows'."""
     G: tl.constexpr = H // K
@@ -121,7 +143,7 @@ def _shared(  # type: ignore[no-untyped-def]
             total = tl.where(piece == 0, 1.0, total)
         acc, top, total = _attend(
             q, keys_ptr, values_ptr, table, kv, begin, end, 0, top, total, scale, cap, K, D, DP, BLOCK_SIZE, TILE,
-            HAS_CAP, PRECISION,
+            HAS_CAP, WIDEN, PRECISION,
         )  # fmt: skip
         base = (row * H + head) * MAX_PIECES + piece
         tl.store(part_ptr + base[:, None] * DP + d[None, :], acc, mask=is_mine[:, None])
@@ -135,8 +157,8 @@ def _decode(  # type: ignore[no-untyped-def]
     part_ptr, stat_ptr, count_ptr, sinks_ptr, scale, window, cap,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // K
     kv = tl.program_id(0) % K
@@ -168,7 +190,7 @@ def _decode(  # type: ignore[no-untyped-def]
             total = tl.where(piece == 0, 1.0, total)
         acc, top, total = _attend(
             q, keys_ptr, values_ptr, table, kv, begin, end, first, top, total, scale, cap, K, D, DP, BLOCK_SIZE, TILE,
-            HAS_CAP, PRECISION,
+            HAS_CAP, WIDEN, PRECISION,
         )  # fmt: skip
         to = (seq.to(tl.int64) * H + head[:, None]) * D + d[None, :]
         if num_pieces == 1:
@@ -220,12 +242,18 @@ class DecodeAttention:
         sinks_H: torch.Tensor | None = None,
     ) -> None:
         """The rows of `out` that the work names."""
-        group = self._heads // self._kv_heads
+        group, widen = self._heads // self._kv_heads, widening(keys, query)
+        block_size = keys.shape[1]
+        if widen == 2 and self._dim < 32:
+            widen = 1  # halves would be too narrow for a product
+        if widen == 2:
+            keys, values = keys.view(torch.int16), values.view(torch.int16)
         options: dict[str, Any] = {
             "H": self._heads, "K": self._kv_heads, "D": self._dim, "DP": self._dim_padded,
-            "GJ": max(2, power_of_2(group)), "BLOCK_SIZE": keys.shape[1],
+            "GJ": max(2, power_of_2(group)), "BLOCK_SIZE": block_size,
             "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS,
-            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "PRECISION": precision(query.dtype),
+            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "WIDEN": widen,
+            "PRECISION": precision(query.dtype),
             "num_stages": self.num_stages if query.dtype.itemsize == 2 else 2, **early_launch(query.device),
         }  # fmt: skip
         if work.shared is not None:

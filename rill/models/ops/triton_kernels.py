@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 
 from rill.models.decode.attention_paged import FlatKernels, PagedBatch
+from rill.models.ops.fp8 import NO_SCALES, Activations, Fp8Rows, ProductScales
 from rill.models.ops.triton_decode import DecodeAttention
+from rill.models.ops.triton_fp8 import cached, scaled, store_fp8, widened, widening
 from rill.models.ops.triton_language import (
     await_inputs,
     ceil_div,
@@ -30,7 +32,8 @@ PREFILL_TILE = 64
 
 @triton.jit
 def _add_norm(  # type: ignore[no-untyped-def]
-    h_ptr, x_ptr, w_ptr, out_ptr, size, eps, HAS_X: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr,
+    h_ptr, x_ptr, xs_ptr, ws_ptr, bias_ptr, w_ptr, out_ptr, scale_ptr, size, eps, HAS_X: tl.constexpr,
+    GEMMA: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, TO_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
@@ -41,7 +44,10 @@ def _add_norm(  # type: ignore[no-untyped-def]
     kind = h.dtype
     h = h.to(tl.float32)
     if HAS_X:
-        h = (h + tl.load(x_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)).to(kind)
+        x = tl.load(x_ptr + row * size + at, mask=mask, other=0.0)
+        if SCALED:
+            x = scaled(x, tl.load(xs_ptr + row) * tl.load(ws_ptr), bias_ptr, at, mask, HAS_BIAS)
+        h = (h + x.to(tl.float32)).to(kind)
         tl.store(h_ptr + row * size + at, h, mask=mask)
         h = h.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(h * h, axis=0) / size + eps)
@@ -50,34 +56,47 @@ def _add_norm(  # type: ignore[no-untyped-def]
         out = h * scale * (1.0 + w)
     else:
         out = (h * scale).to(kind).to(tl.float32) * w
-    tl.store(out_ptr + row * size + at, out.to(kind), mask=mask)
+    if TO_FP8:
+        store_fp8(out.to(kind).to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
+    else:
+        tl.store(out_ptr + row * size + at, out.to(kind), mask=mask)
 
 
 @triton.jit
 def _act_mul(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, xs_ptr, ws_ptr, out_ptr, scale_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, TO_FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     gate = tl.load(x_ptr + row * 2 * size + at, mask=mask, other=0.0)
     kind = gate.dtype
-    up = tl.load(x_ptr + row * 2 * size + size + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * size + size + at, mask=mask, other=0.0)
+    if TO_FP8:
+        x_scale = tl.load(xs_ptr + row)
+        gate = scaled(gate, x_scale * tl.load(ws_ptr), ws_ptr, at, mask, False)
+        up = scaled(up, x_scale * tl.load(ws_ptr + size), ws_ptr, at, mask, False)
+    up = up.to(tl.float32)
     g = gate.to(tl.float32)
     if GELU:
         z = 0.7978845608028654 * (g + 0.044715 * g * g * g)
         act = g / (1.0 + tl.exp(-2.0 * z))
     else:
         act = g / (1.0 + tl.exp(-g))
-    tl.store(out_ptr + row * size + at, (act.to(kind).to(tl.float32) * up).to(kind), mask=mask)
+    out = (act.to(kind).to(tl.float32) * up).to(kind)
+    if TO_FP8:  # a row is one program's
+        store_fp8(out.to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
+    else:
+        tl.store(out_ptr + row * size + at, out, mask=mask)
 
 
 @triton.jit
 def _rope_store(  # type: ignore[no-untyped-def]
-    qkv_ptr, cos_ptr, sin_ptr, pos_ptr, slot_ptr, qw_ptr, kw_ptr, eps, keys_ptr, values_ptr,
+    qkv_ptr, xs_ptr, ws_ptr, bias_ptr, cos_ptr, sin_ptr, pos_ptr, slot_ptr, qw_ptr, kw_ptr, eps, keys_ptr, values_ptr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: its query and key heads are turned together, and its values go along into the cache."""
     await_inputs(PDL)
@@ -90,6 +109,11 @@ def _rope_store(  # type: ignore[no-untyped-def]
     position = tl.load(pos_ptr + row)
     a = tl.load(x_ptr + head * D + at, mask=inside, other=0.0)
     b = tl.load(x_ptr + head * D + D // 2 + at, mask=inside, other=0.0)
+    if SCALED:
+        x_scale = tl.load(xs_ptr + row)
+        scales = x_scale * tl.where(head < H, tl.load(ws_ptr), tl.load(ws_ptr + H * D))
+        a = scaled(a, scales, bias_ptr, head * D + at, inside, HAS_BIAS)
+        b = scaled(b, scales, bias_ptr, head * D + D // 2 + at, inside, HAS_BIAS)
     kind = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     half = at < D // 2
@@ -114,14 +138,17 @@ def _rope_store(  # type: ignore[no-untyped-def]
     tl.store(x_ptr + head * D + D // 2 + at, rb, mask=is_query)
     is_key = inside & (head >= H)
     to = keys_ptr + (slot * K + head - H) * D + at
-    tl.store(to, ra, mask=is_key)
-    tl.store(to + D // 2, rb, mask=is_key)
+    tl.store(to, cached(ra, keys_ptr), mask=is_key)
+    tl.store(to + D // 2, cached(rb, keys_ptr), mask=is_key)
     value = tl.arange(0, KP)[:, None]
     has_value = (value < K) & half
-    from_ptr = x_ptr + (H + K + value) * D + at
     to = values_ptr + (slot * K + value) * D + at
-    tl.store(to, tl.load(from_ptr, mask=has_value), mask=has_value)
-    tl.store(to + D // 2, tl.load(from_ptr + D // 2, mask=has_value), mask=has_value)
+    for half_at in tl.static_range(0, D, D // 2):
+        here = (H + K + value) * D + half_at + at
+        v = tl.load(x_ptr + here, mask=has_value, other=0.0)
+        if SCALED:
+            v = scaled(v, x_scale * tl.load(ws_ptr + (H + K) * D), bias_ptr, here, has_value, HAS_BIAS)
+        tl.store(to + half_at, cached(v, values_ptr), mask=has_value)
 
 
 @triton.jit
@@ -129,7 +156,8 @@ def _prefill(  # type: ignore[no-untyped-def]
     q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, rows_ptr, starts_ptr, lens_ptr, tiles_ptr, out_ptr,
     sinks_ptr, scale, window, cap, heads, kv_heads,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     seq = tl.load(tiles_ptr + tile * 2)
@@ -162,6 +190,8 @@ def _prefill(  # type: ignore[no-untyped-def]
         where = (slot * kv_heads + kv)[:, None] * D + d[None, :]
         inside = (t < end)[:, None] & (d < D)[None, :]
         k = tl.load(keys_ptr + where, mask=inside, other=0.0)
+        if WIDEN > 0:
+            k = widened(k, q.dtype, WIDEN == 2)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_CAP:
             s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
@@ -173,6 +203,8 @@ def _prefill(  # type: ignore[no-untyped-def]
         p = tl.where(seen, tl.exp(s - best[:, None]), 0.0)
         keep = tl.exp(top - best)
         v = tl.load(values_ptr + where, mask=inside, other=0.0)
+        if WIDEN > 0:
+            v = widened(v, q.dtype, WIDEN == 2)
         total = total * keep + tl.sum(p, axis=1)
         acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         top = best
@@ -253,20 +285,66 @@ class TritonKernels(FlatKernels):
         gemma: bool,
     ) -> torch.Tensor:
         out = torch.empty_like(hidden)
+        self._add_norm(hidden, addend, weight, eps, out, None, gemma, NO_SCALES)
+        return out
+
+    def add_norm_fp8(
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gemma: bool,
+        scales: ProductScales,
+        is_last: bool,
+    ) -> Activations:
+        """add_norm of a product that lacks its scales; the result is written in 8 bits alone, unless it is the last."""
+        if is_last:
+            out = torch.empty_like(hidden)
+            self._add_norm(hidden, addend, weight, eps, out, None, gemma, scales)
+            return out
+        rows = Fp8Rows.empty(hidden.shape, hidden.device)
+        self._add_norm(hidden, addend, weight, eps, *rows, gemma, scales)
+        return rows
+
+    def _add_norm(
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        out_scales: torch.Tensor | None,
+        gemma: bool,
+        scales: ProductScales,
+    ) -> None:
         rows, size = hidden.shape
         block = power_of_2(size)
         _add_norm[(rows,)](
-            hidden, addend, weight, out, size, eps, HAS_X=addend is not None, GEMMA=gemma, BLOCK=block,
-            num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
+            hidden, addend, *scales, weight, out, out_scales, size, eps, HAS_X=addend is not None, GEMMA=gemma,
+            BLOCK=block, SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
+            TO_FP8=out_scales is not None, num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
         )  # fmt: skip
-        return out
 
     def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
         rows, width = gate_up.shape
         out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
         _act_mul[(rows, ceil_div(width // 2, 2048))](
-            gate_up, out, width // 2, GELU=gelu, BLOCK=2048, num_warps=4, **early_launch(gate_up.device)
-        )
+            gate_up, None, None, out, None, width // 2, GELU=gelu, BLOCK=2048, TO_FP8=False, num_warps=4,
+            **early_launch(gate_up.device),
+        )  # fmt: skip
+        return out
+
+    def act_mul_fp8(self, gate_up: torch.Tensor, *, gelu: bool, scales: ProductScales) -> Fp8Rows:
+        """act_mul of a product that lacks its scales, in 8 bits."""
+        rows, width = gate_up.shape
+        out = Fp8Rows.empty((rows, width // 2), gate_up.device)
+        block = power_of_2(width // 2)
+        _act_mul[(rows, 1)](
+            gate_up, scales.x_B, scales.weight_N, *out, width // 2, GELU=gelu, BLOCK=block, TO_FP8=True,
+            num_warps=min(16, max(4, block // 1024)), **early_launch(gate_up.device),
+        )  # fmt: skip
         return out
 
     def rope_store(
@@ -282,13 +360,16 @@ class TritonKernels(FlatKernels):
         keys: torch.Tensor,
         values: torch.Tensor,
         num_heads: int,
+        scales: ProductScales = NO_SCALES,
     ) -> None:
+        """`scales`: that the product qkv lacks."""
         kv_heads, dim = keys.shape[2:]
         turned = power_of_2(num_heads + kv_heads)
         _rope_store[(qkv.shape[0],)](
-            qkv, cos, sin, positions, slots, q_norm, k_norm, eps, keys, values, H=num_heads, K=kv_heads, D=dim,
-            HP=turned, KP=power_of_2(kv_heads), HALF=power_of_2(dim // 2),
-            HAS_NORM=q_norm is not None, num_warps=4 if turned * dim <= 4096 else 8, **early_launch(qkv.device),
+            qkv, *scales, cos, sin, positions, slots, q_norm, k_norm, eps, keys, values, H=num_heads, K=kv_heads, D=dim,
+            HP=turned, KP=power_of_2(kv_heads), HALF=power_of_2(dim // 2), HAS_NORM=q_norm is not None,
+            SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
+            num_warps=4 if turned * dim <= 4096 else 8, **early_launch(qkv.device),
         )  # fmt: skip
 
     def attend_flat(
@@ -320,7 +401,7 @@ class TritonKernels(FlatKernels):
                 query, query_stride, keys, values, tables, tables.stride(0), rows, batch.query_starts_B1, lens,
                 batch.prefill_tiles, out, sinks_H, scale, window, softcap, num_heads, kv_heads, D=dim,
                 DP=self._dim_padded, BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0,
-                HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, PRECISION=precision(query.dtype), num_warps=4,
-                num_stages=2,
+                HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, WIDEN=widening(keys, query),
+                PRECISION=precision(query.dtype), num_warps=4, num_stages=2,
             )  # fmt: skip
         return out

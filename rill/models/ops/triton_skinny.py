@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rill.models.ops.fp8 import Activations, Fp8Rows, num_rows
+from rill.models.ops.triton_fp8 import cached, store_fp8
 from rill.models.ops.triton_language import (
     await_inputs,
     ceil_div,
@@ -70,9 +72,9 @@ def _activated(gate, up, kind: tl.constexpr, GELU: tl.constexpr):  # type: ignor
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, out_ptr, rows, num_out, num_in, part_in, prefetch_bytes,
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, out_ptr, rows, num_out, num_in, part_in, prefetch_bytes,
     GATED: tl.constexpr, GELU: tl.constexpr, TILE_B: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[part, row, n] = Σ x[row, k] w[n, k] over the part's k; GATED: act(gate) · up, w being gates above ups."""
     i = tl.arange(0, TILE_N)
@@ -89,9 +91,10 @@ def _product(  # type: ignore[no-untyped-def]
     w_rows = w_ptr + w_row.to(tl.int64) * num_in
     if PREFETCH:
         # In two halves a row, one to a thread: what several threads hold alike is asked for several times.
-        size = tl.minimum(prefetch_bytes, (end - first) * 2) // 2
+        width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+        size = tl.minimum(prefetch_bytes, (end - first) * width) // 2
         halves = tl.zeros([TILE_N, 2], tl.int32) + size
-        _prefetch((w_rows + first)[:, None] + tl.arange(0, 2)[None, :] * (size // 2), halves)
+        _prefetch((w_rows + first)[:, None] + tl.arange(0, 2)[None, :] * (size // width), halves)
     await_inputs(PDL)
     b = tl.arange(0, TILE_B)
     k = tl.arange(0, TILE_K)
@@ -102,6 +105,11 @@ def _product(  # type: ignore[no-untyped-def]
         w = tl.load(w_at + at)
         x = tl.load(x_at + at, mask=(b < rows)[:, None], other=0.0)
         acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    if SCALED:
+        acc *= (
+            tl.load(w_scale_ptr + w_row)[:, None]
+            * tl.load(x_scale_ptr + b, mask=b < rows, other=0.0)[None, :]
+        )
     kind: tl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_N // 2, TILE_B)), (1, 2, 0)))
@@ -123,8 +131,9 @@ def _normed(h, w, size, eps, kind: tl.constexpr, GEMMA: tl.constexpr):  # type: 
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_parts_norm(  # type: ignore[no-untyped-def]
-    h_ptr, part_ptr, bias_ptr, post_ptr, w_ptr, out_ptr, rows, size, eps, P: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_POST: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, part_ptr, bias_ptr, post_ptr, w_ptr, out_ptr, scale_ptr, rows, size, eps, P: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_POST: tl.constexpr, GEMMA: tl.constexpr, TO_FP8: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: h += [norm of] Σ parts, in place; out = norm of h."""
     row = tl.program_id(0).to(tl.int64)
@@ -145,7 +154,11 @@ def _add_parts_norm(  # type: ignore[no-untyped-def]
         x = _normed(x, post, size, eps, kind, GEMMA).to(tl.float32)
     h = (h + x).to(kind)
     tl.store(h_ptr + row * size + at, h, mask=mask)
-    tl.store(out_ptr + row * size + at, _normed(h.to(tl.float32), w, size, eps, kind, GEMMA), mask=mask)
+    out = _normed(h.to(tl.float32), w, size, eps, kind, GEMMA)
+    if TO_FP8:
+        store_fp8(tl.where(mask, out.to(tl.float32), 0.0), out_ptr, scale_ptr, row, size, at, mask)
+    else:
+        tl.store(out_ptr + row * size + at, out, mask=mask)
 
 
 @triton.jit
@@ -180,9 +193,9 @@ def _turn_parts(  # type: ignore[no-untyped-def]
     a = _head_of_parts(mine, bias_ptr, rows * width, here, half, kind, P, HAS_BIAS)
     b = _head_of_parts(mine, bias_ptr, rows * width, here + D // 2, half, kind, P, HAS_BIAS)
     if head >= H + G:
-        to = values_ptr + (slot * G + head - H - G) * D + at
-        tl.store(to, a, mask=half)
-        tl.store(to + D // 2, b, mask=half)
+        at_v = values_ptr + (slot * G + head - H - G) * D + at
+        tl.store(at_v, cached(a, values_ptr), mask=half)
+        tl.store(at_v + D // 2, cached(b, values_ptr), mask=half)
     else:
         x, y = a.to(tl.float32), b.to(tl.float32)
         if HAS_NORM:
@@ -201,35 +214,49 @@ def _turn_parts(  # type: ignore[no-untyped-def]
         turned_x = ((x * ca).to(kind).to(tl.float32) - (y * sa).to(kind).to(tl.float32)).to(kind)
         turned_y = ((y * cb).to(kind).to(tl.float32) + (x * sb).to(kind).to(tl.float32)).to(kind)
         if head < H:
-            to = query_ptr + (row * H + head) * D + at
+            at_q = query_ptr + (row * H + head) * D + at
+            tl.store(at_q, turned_x, mask=half)
+            tl.store(at_q + D // 2, turned_y, mask=half)
         else:
-            to = keys_ptr + (slot * G + head - H) * D + at
-        tl.store(to, turned_x, mask=half)
-        tl.store(to + D // 2, turned_y, mask=half)
+            at_k = keys_ptr + (slot * G + head - H) * D + at
+            tl.store(at_k, cached(turned_x, keys_ptr), mask=half)
+            tl.store(at_k + D // 2, cached(turned_y, keys_ptr), mask=half)
 
 
 def product(
-    x_BK: torch.Tensor, weight_NK: torch.Tensor, shape: ProductShape, *, dtype: torch.dtype
+    x_BK: Activations,
+    weight_NK: torch.Tensor,
+    shape: ProductShape,
+    *,
+    dtype: torch.dtype,
+    scales_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Parts [P, B, N] whose sum is x @ weight.T."""
+    """Parts [P, B, N] whose sum is x @ weight.T. A weight of 8 bits has scales, and x has 8 bits then too."""
     num_out = weight_NK.shape[0]
-    out = torch.empty(shape.num_parts, len(x_BK), num_out, dtype=dtype, device=x_BK.device)
-    return _launch(x_BK, weight_NK, out, shape, num_out, is_gated=False, is_gelu=False)
+    out = torch.empty(shape.num_parts, num_rows(x_BK), num_out, dtype=dtype, device=weight_NK.device)
+    return _launch(x_BK, weight_NK, scales_N, out, shape, num_out, is_gated=False, is_gelu=False)
 
 
 def gated_product(
-    x_BK: torch.Tensor, weight_NK: torch.Tensor, shape: ProductShape, *, is_gelu: bool
+    x_BK: Activations,
+    weight_NK: torch.Tensor,
+    shape: ProductShape,
+    *,
+    is_gelu: bool,
+    scales_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """act(x @ gate.T) · (x @ up.T), gates being the first half of the weight's rows."""
     assert shape.num_parts == 1
     num_out = weight_NK.shape[0] // 2
-    out = torch.empty(len(x_BK), num_out, dtype=x_BK.dtype, device=x_BK.device)
-    return _launch(x_BK, weight_NK, out, shape, num_out, is_gated=True, is_gelu=is_gelu)
+    dtype = x_BK.dtype if isinstance(x_BK, torch.Tensor) else torch.bfloat16
+    out = torch.empty(num_rows(x_BK), num_out, dtype=dtype, device=weight_NK.device)
+    return _launch(x_BK, weight_NK, scales_N, out, shape, num_out, is_gated=True, is_gelu=is_gelu)
 
 
 def _launch(
-    x_BK: torch.Tensor,
+    x_BK: Activations,
     weight_NK: torch.Tensor,
+    scales_N: torch.Tensor | None,
     out: torch.Tensor,
     shape: ProductShape,
     num_out: int,
@@ -237,15 +264,17 @@ def _launch(
     is_gated: bool,
     is_gelu: bool,
 ) -> torch.Tensor:
-    rows, num_in = x_BK.shape
+    x, x_scales = (x_BK, None) if isinstance(x_BK, torch.Tensor) else x_BK
+    assert (x_scales is None) == (scales_N is None)
+    rows, num_in = x.shape
     num_tiles = ceil_div(num_out, shape.tile_n // 2 if is_gated else shape.tile_n)
     part_in = ceil_div(num_in // shape.tile_k, shape.num_parts) * shape.tile_k
-    early = early_launch(x_BK.device)
+    early = early_launch(x.device)
     _product[(num_tiles, shape.num_parts)](
-        x_BK, weight_NK, out, rows, num_out, num_in, part_in, shape.prefetch_bytes, GATED=is_gated, GELU=is_gelu,
-        TILE_B=max(16, power_of_2(rows)), TILE_N=shape.tile_n, TILE_K=shape.tile_k,
-        PREFETCH=early["PDL"] and shape.prefetch_bytes > 0 and x_BK.dtype.itemsize == 2,
-        PRECISION=precision(x_BK.dtype), num_warps=shape.num_warps, num_stages=shape.num_stages, **early,
+        x, weight_NK, x_scales, scales_N, out, rows, num_out, num_in, part_in, shape.prefetch_bytes, GATED=is_gated,
+        GELU=is_gelu, TILE_B=max(16, power_of_2(rows)), TILE_N=shape.tile_n, TILE_K=shape.tile_k,
+        SCALED=scales_N is not None, PREFETCH=early["PDL"] and shape.prefetch_bytes > 0 and x.dtype.itemsize <= 2,
+        PRECISION=precision(x.dtype), num_warps=shape.num_warps, num_stages=shape.num_stages, **early,
     )  # fmt: skip
     return out
 
@@ -259,16 +288,18 @@ def add_parts_norm(
     eps: float,
     *,
     gemma: bool,
-) -> torch.Tensor:
+    to_fp8: bool = False,
+) -> Activations:
     """hidden += Σ parts (normed first, where post_norm is given), in place; returns RMSNorm(hidden)."""
     rows, size = hidden_BE.shape
-    out = torch.empty_like(hidden_BE)
+    made = Fp8Rows.empty(hidden_BE.shape, hidden_BE.device) if to_fp8 else torch.empty_like(hidden_BE)
+    out, scales = (made, None) if isinstance(made, torch.Tensor) else made
     _add_parts_norm[(rows,)](
-        hidden_BE, parts_PBE, bias, post_norm, weight, out, rows, size, eps, P=len(parts_PBE),
-        HAS_BIAS=bias is not None, HAS_POST=post_norm is not None, GEMMA=gemma, BLOCK=power_of_2(size),
-        num_warps=8, **early_launch(hidden_BE.device),
+        hidden_BE, parts_PBE, bias, post_norm, weight, out, scales, rows, size, eps, P=len(parts_PBE),
+        HAS_BIAS=bias is not None, HAS_POST=post_norm is not None, GEMMA=gemma, TO_FP8=to_fp8,
+        BLOCK=power_of_2(size), num_warps=8, **early_launch(hidden_BE.device),
     )  # fmt: skip
-    return out
+    return made
 
 
 def turn_parts(
@@ -288,7 +319,7 @@ def turn_parts(
     """Queries [B, H·D], turned; keys and values go to their slots of the cache."""
     num_parts, rows, _ = parts_PBN.shape
     kv_heads, dim = keys.shape[2:]
-    query = torch.empty(rows, num_heads * dim, dtype=keys.dtype, device=keys.device)
+    query = torch.empty(rows, num_heads * dim, dtype=cos.dtype, device=keys.device)
     _turn_parts[(rows, num_heads + 2 * kv_heads)](
         parts_PBN, bias, query, cos, sin, positions, slots, q_norm, k_norm, rows, eps, keys, values, H=num_heads,
         G=kv_heads, D=dim, HALF=power_of_2(dim // 2), P=num_parts, HAS_BIAS=bias is not None,

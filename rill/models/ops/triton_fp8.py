@@ -1,0 +1,141 @@
+"""Rows of numbers in 8 bits (e4m3) with a scale each: written by the kernels that make them, or by one of their own.
+
+A row's scale is its largest magnitude over 448, the largest that the format holds.
+
+Called by rill.models.decode.quantized. Axes: B row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, tl, triton
+
+
+@triton.jit
+def store_fp8(x, out_ptr, scale_ptr, row, size, at, mask):  # type: ignore[no-untyped-def]
+    """One row of float32, whole in this program; what is masked is 0."""
+    _store(x, tl.max(tl.abs(x), axis=0), out_ptr, scale_ptr, row, size, at, mask)
+
+
+@triton.jit
+def _store(x, largest, out_ptr, scale_ptr, row, size, at, mask):  # type: ignore[no-untyped-def]
+    largest = tl.maximum(largest, 1e-12)
+    tl.store(scale_ptr + row, largest / 448.0)
+    tl.store(out_ptr + row * size + at, (x * (448.0 / largest)).to(tl.float8e4nv), mask=mask)
+
+
+@triton.jit
+def scaled(x, scale, bias_ptr, at, mask, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a product of rows of 8 bits lacks: the scales of its row and weight, and the bias of its columns `at`."""
+    y = x.to(tl.float32) * scale
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return y.to(x.dtype)
+
+
+@triton.jit
+def widened(x, kind: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """e4m3 as `kind`, exactly. BITS: bfloat16 by moving bits, and a product with what the exponents' offsets differ in;
+    the chip's own conversion goes through float32."""
+    if BITS:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, s, t, e;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            and.b32 s, a, 0x80008000;
+            and.b32 t, b, 0x80008000;
+            shr.u32 a, a, 4;
+            shr.u32 b, b, 4;
+            lop3.b32 a, a, 0x07f007f0, s, 0xea;
+            lop3.b32 b, b, 0x07f007f0, t, 0xea;
+            mov.b32 e, 0x7b807b80;
+            mul.rn.bf16x2 $0, a, e;
+            mul.rn.bf16x2 $1, b, e;
+            }""",
+            "=r,=r,r",
+            [x.to(tl.uint8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return x.to(tl.float32).to(kind)
+
+
+@triton.jit
+def widened_pairs(x):  # type: ignore[no-untyped-def]
+    """Two numbers of e4m3 in each of 16 bits: the first ones and the second ones, as bfloat16."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, s, t, e;
+        shl.b32 a, $2, 8;
+        and.b32 b, $2, 0x7f007f00;
+        and.b32 t, $2, 0x80008000;
+        and.b32 s, a, 0x80008000;
+        shr.u32 a, a, 4;
+        shr.u32 b, b, 4;
+        lop3.b32 a, a, 0x07f007f0, s, 0xea;
+        or.b32 b, b, t;
+        mov.b32 e, 0x7b807b80;
+        mul.rn.bf16x2 $0, a, e;
+        mul.rn.bf16x2 $1, b, e;
+        }""",
+        "=r,=r,r",
+        [x],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def cached(x, cache_ptr):  # type: ignore[no-untyped-def]
+    """As the cache holds it: in 8 bits without a scale, what is larger than they hold at their largest."""
+    kind: tl.constexpr = cache_ptr.dtype.element_ty
+    if kind == tl.float8e4nv:
+        return tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0).to(kind)
+    return x.to(kind)
+
+
+@triton.jit
+def _quantize(  # type: ignore[no-untyped-def]
+    x_ptr,
+    largest_ptr,
+    out_ptr,
+    scale_ptr,
+    size,
+    HAS_LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < size
+    x = tl.load(x_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_LARGEST:
+        _store(x, tl.load(largest_ptr).to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
+    else:
+        store_fp8(x, out_ptr, scale_ptr, row, size, at, mask)
+
+
+def widening(stored: torch.Tensor, like: torch.Tensor) -> int:
+    """How a kernel reads numbers that are held in `stored` and computed with in the dtype of `like`: 0: as they are, 1:
+    widened(…, BITS=False), 2: widened(…, BITS=True)."""
+    if stored.dtype is not torch.float8_e4m3fn or like.dtype is stored.dtype:
+        return 0
+    return 2 if like.dtype is torch.bfloat16 and stored.device.type == "cuda" else 1
+
+
+def quantize_into(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, largest: torch.Tensor | None = None
+) -> None:
+    """x [B, K] into e4m3 values [B, K] and float32 scales [B], all contiguous. `largest`: magnitude of all rows
+    together, which have one scale then."""
+    rows, size = x.shape
+    block = power_of_2(size)
+    _quantize[(rows,)](
+        x, largest, values, scales, size, HAS_LARGEST=largest is not None, BLOCK=block,
+        num_warps=4 if block <= 2048 else 8, **early_launch(x.device),
+    )  # fmt: skip
