@@ -57,9 +57,9 @@ class WeightTargets:
             elif id(target) in self._quantized:
                 rows, whole = self._quantized[id(target)], tensor.detach().to(target.device)
                 if rows is None:
-                    target.data.copy_(rounded(whole, is_weight=True))
+                    target.data.copy_(rounded(whole))
                 else:
-                    rows.write(whole, is_weight=True)
+                    rows.write(whole)
             elif at_once and tensor.device == target.device and tensor.dtype == target.dtype:
                 sources.append(tensor.detach())
                 destinations.append(target.data)

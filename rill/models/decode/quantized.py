@@ -1,11 +1,11 @@
-"""A decoder whose products, or whose cache, have 8 bits: every weight has a scale, and every token of an activation.
+"""A decoder whose products, or whose cache, have 8 bits: weights are quantised row by row, activations token by token.
 
     from Hopper on   weights are held in 8 bits; the kernels that make activations (norm, activation) write them in 8
                      bits too, and steps of few rows have kernels of their own (skinny.py)
     elsewhere        weights, activations, keys and values are rounded to what 8 bits hold: the same numbers, no gain
 
-A part of a joined projection has a scale of its own, so an update of some names touches no others. Embedding, norms,
-biases and the output layer stay as they are.
+Every row of a weight has a scale of its own, so a part of a joined projection is quantised by itself, and an update of
+some names touches no others. Embedding, norms, biases and the output layer stay as they are.
 
 Called by rill.inference.native once it has compared the decoder with the model's modules.
 """
@@ -58,23 +58,20 @@ def quantize_weights(structure: Structure) -> dict[int, Fp8Rows | None]:
 @torch.no_grad()
 def _quantize(projection: Projection, *, is_native: bool) -> dict[int, Fp8Rows | None]:
     assert projection.weight is not None
-    found: dict[int, Fp8Rows | None] = {}
     if not is_native:
-        for module in projection.modules:
-            module.weight.data.copy_(rounded(module.weight.data, is_weight=True))
-            found[id(module.weight)] = None
-        return found
-    rows = Fp8Rows.empty(projection.weight.shape, projection.weight.device)
+        projection.weight.data.copy_(rounded(projection.weight.data))
+        return {id(module.weight): None for module in projection.modules}
+    rows = Fp8Rows.of(projection.weight.data)
+    projection.weight, projection.scales = rows
+    found: dict[int, Fp8Rows | None] = {}
     start = 0
     for module in projection.modules:
         end = start + len(module.weight)
         part = Fp8Rows(rows.values_BK[start:end], rows.scales_B[start:end])
-        part.write(module.weight.data, is_weight=True)
         module.weight.requires_grad_(False)
         module.weight.data = part.values_BK  # who moves a model's parameters out of memory finds it there
         found[id(module.weight)] = part
         start = end
-    projection.weight, projection.scales = rows
     return found
 
 

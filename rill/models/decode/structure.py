@@ -61,7 +61,7 @@ class Projection:
     """Their weights in one storage; None where they may not be moved, and are multiplied one by one."""
     bias: torch.Tensor | None
     scales: torch.Tensor | None = None
-    """Of a weight of 8 bits, one for each row; those of one module are the same."""
+    """Of a weight of 8 bits, one for each of its rows."""
 
     def __call__(self, x: torch.Tensor, linear: LinearFn) -> torch.Tensor:
         if len(self.modules) == 1:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rill.models.decode.decode_work import GROUP_ROWS, MAX_PIECES, TILE, WORDS, DecodeWork
-from rill.models.ops.triton_fp8 import widened, widened_pairs, widening
+from rill.models.ops.triton_fp8 import widened, widening
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
 
@@ -62,36 +62,23 @@ def _attend(  # type: ignore[no-untyped-def]
     DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_CAP: tl.constexpr, WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries over tokens [begin, end) from `first` on: (Σ of values, largest score, Σ of weights).
-
-    WIDEN == 2: numbers of 8 bits are read two at a time, as 16 bits, which the way to the tensor cores can turn; the
-    even and the odd ones are multiplied apart and put together at the end.
-    """
-    PER: tl.constexpr = 2 if WIDEN == 2 else 1
-    d = tl.arange(0, DP // PER)
-    acc = tl.zeros([q.shape[0], DP // PER], tl.float32)
-    if WIDEN == 2:
-        odd_acc = tl.zeros([q.shape[0], DP // PER], tl.float32)
-        even_q, odd_q = tl.split(tl.reshape(q, (q.shape[0], DP // 2, 2)))
+    """Queries over tokens [begin, end) from `first` on: (Σ of values, largest score, Σ of weights)."""
+    d = tl.arange(0, DP)
+    acc = tl.zeros([q.shape[0], DP], tl.float32)
     # Whole tiles before the window are skipped; tiles keep their places, so the order of the rest is the same.
     for at in range(tl.maximum(begin, first // TILE * TILE), end, TILE):
         t = at + tl.arange(0, TILE)
         seen = (t < end) & (t >= first)
         block = tl.load(table + t // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + t % BLOCK_SIZE
-        where = (slot * K + kv)[:, None] * (D // PER) + d[None, :]
-        inside = seen[:, None] & (d < D // PER)[None, :]
+        where = (slot * K + kv)[:, None] * D + d[None, :]
+        inside = seen[:, None] & (d < D)[None, :]
         k = tl.load(keys_ptr + where, mask=inside, other=0.0)
         v = tl.load(values_ptr + where, mask=inside, other=0.0)
-        if WIDEN == 2:
-            k, odd_k = widened_pairs(k)
-            v, odd_v = widened_pairs(v)
-            s = tl.dot(odd_q, tl.trans(odd_k), tl.dot(even_q, tl.trans(k))) * scale
-        else:
-            if WIDEN == 1:
-                k = widened(k, q.dtype, False)
-                v = widened(v, q.dtype, False)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if WIDEN > 0:
+            k = widened(k, q.dtype, WIDEN == 2)
+            v = widened(v, q.dtype, WIDEN == 2)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_CAP:
             s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
         s = tl.where(seen[None, :], s, -1e30)
@@ -100,11 +87,7 @@ def _attend(  # type: ignore[no-untyped-def]
         keep = tl.exp(top - best)
         total = total * keep + tl.sum(p, axis=1)
         acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        if WIDEN == 2:
-            odd_acc = odd_acc * keep[:, None] + tl.dot(p.to(v.dtype), odd_v, input_precision=PRECISION)
         top = best
-    if WIDEN == 2:
-        acc = tl.reshape(tl.join(acc, odd_acc), (q.shape[0], DP))
     return acc, top, total
 
 
@@ -242,17 +225,12 @@ class DecodeAttention:
         sinks_H: torch.Tensor | None = None,
     ) -> None:
         """The rows of `out` that the work names."""
-        group, widen = self._heads // self._kv_heads, widening(keys, query)
-        block_size = keys.shape[1]
-        if widen == 2 and self._dim < 32:
-            widen = 1  # halves would be too narrow for a product
-        if widen == 2:
-            keys, values = keys.view(torch.int16), values.view(torch.int16)
+        group = self._heads // self._kv_heads
         options: dict[str, Any] = {
             "H": self._heads, "K": self._kv_heads, "D": self._dim, "DP": self._dim_padded,
-            "GJ": max(2, power_of_2(group)), "BLOCK_SIZE": block_size,
+            "GJ": max(2, power_of_2(group)), "BLOCK_SIZE": keys.shape[1],
             "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS,
-            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "WIDEN": widen,
+            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "WIDEN": widening(keys, query),
             "PRECISION": precision(query.dtype),
             "num_stages": self.num_stages if query.dtype.itemsize == 2 else 2, **early_launch(query.device),
         }  # fmt: skip

@@ -46,7 +46,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
     if HAS_X:
         x = tl.load(x_ptr + row * size + at, mask=mask, other=0.0)
         if SCALED:
-            x = scaled(x, tl.load(xs_ptr + row) * tl.load(ws_ptr), bias_ptr, at, mask, HAS_BIAS)
+            x = scaled(x, tl.load(xs_ptr + row), ws_ptr, bias_ptr, at, mask, HAS_BIAS)
         h = (h + x.to(tl.float32)).to(kind)
         tl.store(h_ptr + row * size + at, h, mask=mask)
         h = h.to(tl.float32)
@@ -76,8 +76,8 @@ def _act_mul(  # type: ignore[no-untyped-def]
     up = tl.load(x_ptr + row * 2 * size + size + at, mask=mask, other=0.0)
     if TO_FP8:
         x_scale = tl.load(xs_ptr + row)
-        gate = scaled(gate, x_scale * tl.load(ws_ptr), ws_ptr, at, mask, False)
-        up = scaled(up, x_scale * tl.load(ws_ptr + size), ws_ptr, at, mask, False)
+        gate = scaled(gate, x_scale, ws_ptr, ws_ptr, at, mask, False)
+        up = scaled(up, x_scale, ws_ptr, ws_ptr, size + at, mask, False)
     up = up.to(tl.float32)
     g = gate.to(tl.float32)
     if GELU:
@@ -111,9 +111,8 @@ def _rope_store(  # type: ignore[no-untyped-def]
     b = tl.load(x_ptr + head * D + D // 2 + at, mask=inside, other=0.0)
     if SCALED:
         x_scale = tl.load(xs_ptr + row)
-        scales = x_scale * tl.where(head < H, tl.load(ws_ptr), tl.load(ws_ptr + H * D))
-        a = scaled(a, scales, bias_ptr, head * D + at, inside, HAS_BIAS)
-        b = scaled(b, scales, bias_ptr, head * D + D // 2 + at, inside, HAS_BIAS)
+        a = scaled(a, x_scale, ws_ptr, bias_ptr, head * D + at, inside, HAS_BIAS)
+        b = scaled(b, x_scale, ws_ptr, bias_ptr, head * D + D // 2 + at, inside, HAS_BIAS)
     kind = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     half = at < D // 2
@@ -147,7 +146,7 @@ def _rope_store(  # type: ignore[no-untyped-def]
         here = (H + K + value) * D + half_at + at
         v = tl.load(x_ptr + here, mask=has_value, other=0.0)
         if SCALED:
-            v = scaled(v, x_scale * tl.load(ws_ptr + (H + K) * D), bias_ptr, here, has_value, HAS_BIAS)
+            v = scaled(v, x_scale, ws_ptr, bias_ptr, here, has_value, HAS_BIAS)
         tl.store(to + half_at, cached(v, values_ptr), mask=has_value)
 
 

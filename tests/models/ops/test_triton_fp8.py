@@ -70,7 +70,7 @@ def test_a_norm_reads_a_product_without_its_scales_and_writes_8_bits(gemma: bool
     hidden, raw, weight = randn(3, 96), randn(3, 96, scale=1e4), randn(96)
     scales = ProductScales(
         torch.rand(3, device=DEVICE) * 1e-2,
-        torch.full((96,), 3e-3, device=DEVICE),
+        torch.rand(96, device=DEVICE) * 1e-2,
         randn(96) if has_bias else None,
     )
     whole = hidden.clone()
@@ -87,11 +87,7 @@ def test_a_norm_reads_a_product_without_its_scales_and_writes_8_bits(gemma: bool
 @pytest.mark.parametrize("gelu", [False, True])
 def test_an_activation_reads_a_product_without_its_scales_and_writes_8_bits(gelu: bool) -> None:
     raw = randn(3, 2 * 80, scale=1e4)
-    scales = ProductScales(
-        torch.rand(3, device=DEVICE) * 1e-2,
-        torch.tensor([3e-3, 7e-3], device=DEVICE).repeat_interleave(80),
-        None,
-    )
+    scales = ProductScales(torch.rand(3, device=DEVICE) * 1e-2, torch.rand(160, device=DEVICE) * 1e-2, None)
     wanted = TorchKernels().act_mul(scales.applied(raw), gelu=gelu)
     found = kernels().act_mul_fp8(raw, gelu=gelu, scales=scales)  # type: ignore[attr-defined]
     assert error(written(found), wanted) < ROUNDING
@@ -108,9 +104,7 @@ def test_keys_and_values_go_into_a_cache_of_8_bits_and_none_is_infinite(
     positions = torch.tensor([1, 4, 7], device=DEVICE, dtype=torch.int32)
     slots = torch.tensor([3, 17, 40], device=DEVICE, dtype=torch.int32)
     norms = (randn(dim), randn(dim)) if has_norm else (None, None)
-    parts = torch.tensor([heads, kv_heads, kv_heads], device=DEVICE) * dim  # a weight each
-    weight_N = torch.tensor([0.3, 0.9, 0.5], device=DEVICE).repeat_interleave(parts)
-    scales = ProductScales(torch.rand(3, device=DEVICE), weight_N, randn(width))
+    scales = ProductScales(torch.rand(3, device=DEVICE), torch.rand(width, device=DEVICE), randn(width))
     whole = scales.applied(raw) if is_scaled else raw.clone()
     keys, values = (torch.zeros(3, 16, kv_heads, dim, device=DEVICE, dtype=DTYPE) for _ in range(2))
     TorchKernels().rope_store(
