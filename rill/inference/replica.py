@@ -1,6 +1,7 @@
 """The driver's side of a replica: a worker of the runtime with an engine in it (see replica_worker.py).
 
-    any thread ──▶ submit, abort, call ──▶ worker                  nobody waits for a worker that has stopped reading
+    any thread ──▶ submit ──▶ sender thread ──▶ worker             what comes meanwhile travels together
+    any thread ──▶ abort, call ──▶ worker                          nobody waits for a worker that has stopped reading
     router     ◀── on_news, on_death ◀── reader thread ◀── news    asked again as soon as it was answered
 
 Everything that the worker does not answer any more ends in PeerDiedError. The router turns that into a retry elsewhere.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -63,16 +65,24 @@ class ReplicaProcess:
         self.num_in_flight = 0
         """Kept by the router."""
         self.is_dead = False
+        self._outgoing: deque[Request] = deque()
+        self._has_outgoing = threading.Event()
+        self._sending = threading.Lock()
+        threading.Thread(target=self._send, name=f"{name}-sender", daemon=True).start()
         threading.Thread(target=self._read, name=f"{name}-reader", daemon=True).start()
 
     def submit(self, requests: Sequence[Request]) -> None:
+        """Returns at once. A message for each request would cost an event loop as much as the request's JSON."""
         self._check_alive()
-        self._group.submit(list(requests))
+        self._outgoing.extend(requests)
+        self._has_outgoing.set()
 
     def abort(self, request_ids: Sequence[str] | None, *, waits: bool = True) -> None:
         """Not as a `call`: it must not overtake what was submitted before it."""
         self._check_alive()
-        handle = self._group.abort(None if request_ids is None else list(request_ids))
+        with self._sending:
+            self._send_outgoing()
+            handle = self._group.abort(None if request_ids is None else list(request_ids))
         if waits:
             self._answer(handle, "abort", CONTROL_TIMEOUT_S)
 
@@ -93,6 +103,20 @@ class ReplicaProcess:
     def close(self) -> None:
         self._group.close(timeout_s=10.0)
 
+    def _send(self) -> None:
+        while not self.is_dead:
+            self._has_outgoing.wait(_NEWS_WAIT_S)
+            self._has_outgoing.clear()
+            with self._sending, suppress(RillError):  # it died: the reader tells of it
+                self._send_outgoing()
+
+    def _send_outgoing(self) -> None:
+        requests = []
+        while self._outgoing:
+            requests.append(self._outgoing.popleft())
+        if requests:
+            self._group.submit(requests)
+
     def _answer(self, handle: Handle, method: str, timeout_s: float) -> Any:
         if not handle.ended(timeout_s):
             raise StuckError(f"{self.name}: {method} was not answered within {timeout_s} s")
@@ -112,6 +136,7 @@ class ReplicaProcess:
                 self._on_news([] if packed is None else packed.unpack(), ends)
         except RillError as error:  # it died, or was closed
             self.is_dead = True
+            self._has_outgoing.set()  # the sender ends
             self._on_death(self, PeerDiedError(f"{self.name} (process {self.pid}) died: {error}"))
         with suppress(RillError):
             self._group.close(timeout_s=0.0)
