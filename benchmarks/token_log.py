@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rill.workflows.policy import Asked
 
 from rill.inference.base import Completion, Request
 from rill.inference.gate import EngineGate
@@ -43,7 +44,6 @@ from rill.journal.reader import LogReader, segments
 from rill.journal.token_log import FOLDER, JournalConfig, TokenLog
 from rill.models.loading import ModelConfig
 from rill.types import SamplingParams
-from rill.workflows.policy import Asked
 
 SHAPE = {
     "model_type": "qwen2",
