@@ -106,12 +106,10 @@ def test_killing_an_engine_the_trainer_both_and_the_driver_changes_no_bit_of_the
     first.wait_for("actor[0] lost: going on from step 3 and the token log")
     first.wait_for_step(5)
     assert first.pid("rollout[0]") == engine, "the engine stayed"
-    hub = first.pid("hub")
     first.kill("actor[0]")
     first.kill("rollout[0]")
     told = "lost: going on from step"  # of the trainer alone above; of whichever is seen first now
     wait_until(lambda: "\nstep " in "".join(first.output.split(told)[2:]), "step", lambda: first.output)
-    assert first.pid("hub") == hub, "in the same cluster"
     assert first.pid("rollout[0]") != engine
     first.process.kill()
     first.wait()
