@@ -166,7 +166,7 @@ def test_a_killed_engine_comes_back_in_every_placement(tmp_path: Path, placement
 @pytest.mark.timeout(300)
 def test_engines_that_run_ahead_and_environments_stay_when_the_trainer_is_lost(tmp_path: Path) -> None:
     apart = ("cluster.devices=3", "placement.rollout=0-1", "placement.actor=2", "rollout.env_workers=1")
-    settings = ("loop.steps=12", "loop.max_lag=2", "loop.checkpoint_every=3", "journal.keep=true", *apart)
+    settings = ("loop.steps=40", "loop.max_lag=2", "loop.checkpoint_every=3", "journal.keep=true", *apart)
     command = Command(tmp_path, str(RECIPE), *settings, "--name", "hurt", "--root", str(tmp_path))
     command.wait_for_step(4)
     stay = ("rollout[0]", "rollout[1]", "env[0]")
@@ -176,7 +176,7 @@ def test_engines_that_run_ahead_and_environments_stay_when_the_trainer_is_lost(t
     command.wait_for_step(7)
     assert [command.pid(name) for name in stay] == before
     assert command.wait() == 0, command.output
-    assert check_log(Run.open("hurt", root=tmp_path), prompts_per_step=4, group_size=4) == 12
+    assert check_log(Run.open("hurt", root=tmp_path), prompts_per_step=4, group_size=4) == 40
 
 
 @pytest.mark.slow
