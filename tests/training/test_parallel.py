@@ -185,6 +185,8 @@ def test_two_groups_of_ranks_that_divide_experts_save_and_export_what_one_proces
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(ValueError, match="data ranks alone"):
         config(expert_parallel=2, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="groups of expert_parallel 2"):
+        trainer(expert_parallel=2)  # one rank
 
 
 @pytest.mark.timeout(120)

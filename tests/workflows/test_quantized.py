@@ -49,7 +49,7 @@ def test_guard_and_canary_allow_for_8_bits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-def test_the_demo_learns_the_same_with_quantised_rollouts(tmp_path: Path) -> None:
+def test_the_demo_learns_with_quantised_rollouts(tmp_path: Path) -> None:
     """From below 40 % of held-out sums to above 85 %, which is what the demo promises without."""
     command = [
         sys.executable, "-m", "rill.cli.main", "train", "demo", FP8, "rollout.engine.kv_cache_dtype=fp8",
