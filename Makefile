@@ -54,6 +54,7 @@ check: $(DEV)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@cd benchmarks && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache --disable-error-code no-any-return --disable-error-code no-untyped-call *.py
 	@$(BIN)/python -m pytest -q tests/test_architecture.py
 
 format: $(DEV)

@@ -3,10 +3,12 @@
     python benchmarks/agents.py [--episodes 1000] [--turns 5]
 
 Prints JSON lines: episodes per second with all of them at once on one event loop, and the time of a turn by the length
-of the context, which should be flat. `text` appends observations as text (generate), `chat` has conversations with a
-tool in the Hermes format (act). `cpu` figures count the processor's time of this process alone, which other load on the
-machine changes less. `sessions`: as many episodes at once behind their base_url, asked by clients in another process.
-`sandbox`: commands and programs per second, one after the other in each of as many sessions as there are cores.
+of the context, which should be flat. `us_per_turn` is an episode's time, its prompt and its sample included, by its
+turns; `cpu_us_per_further_turn` is what a turn adds to it: episodes of five times as many turns against these. `text`
+appends observations as text (generate), `chat` has conversations with a tool in the Hermes format (act). `cpu` figures
+count the processor's time of this process alone, which other load on the machine changes less. `sessions`: as many
+episodes at once behind their base_url, asked by clients in another process. `sandbox`: commands and programs a second,
+one after another in each of as many sessions as there are cores.
 """
 
 from __future__ import annotations
@@ -236,7 +238,10 @@ def main() -> None:
         asyncio.run(measure(kind, 20, options.turns, 32))  # templates and schemas are compiled once
         print(json.dumps(asyncio.run(measure(kind, options.episodes, options.turns, 32))))
         for context in (128, 1024, 8192):
-            print(json.dumps(asyncio.run(measure(kind, 100, options.turns, context))))
+            found = asyncio.run(measure(kind, 100, options.turns, context))
+            longer = asyncio.run(measure(kind, 100, 5 * options.turns, context))
+            further_us = (5 * longer["cpu_us_per_turn"] - found["cpu_us_per_turn"]) / 4
+            print(json.dumps({**found, "cpu_us_per_further_turn": round(further_us, 1)}))
     print(json.dumps(asyncio.run(measure_sessions(options.episodes, options.turns))))
     print(json.dumps(asyncio.run(measure_sandbox())))
 

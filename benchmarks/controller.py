@@ -31,8 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rill.config import PartConfig
-from rill.data.loader import LoaderConfig
+from rill.config import Config, PartConfig
 from rill.journal.checkpoints import RunCheckpoints
 from rill.journal.token_log import JournalConfig
 from rill.runtime.cluster import Cluster
@@ -44,13 +43,14 @@ from rill.weights import Canary, CanaryProof, Pulled, SealedManifest, WeightMani
 from rill.weights.manifest import BucketSpec, TensorSpec
 from rill.weights.publishing import PublishingWorker
 from rill.weights.shm import ShmTransport
-from rill.workflows.config import FlowConfig, LoopConfig, SyncConfig
-from rill.workflows.controller import Controller, PromptPlan
+from rill.workflows.config import EvalConfig, LoopConfig, OnlineConfig, SampledConfig
+from rill.workflows.controller import Controller
 from rill.workflows.edges import Edge
-from rill.workflows.fleet import Engines, Fleet
+from rill.workflows.fleet import Fleet
 from rill.workflows.flow import Flow
 from rill.workflows.loop import Loop, StepReport
 from rill.workflows.records import Channels, Flows, Outcome, sample_key
+from rill.workflows.session import Engines, Session
 
 TIMEOUT_S = 600.0
 GROUP_SIZE = 8
@@ -185,7 +185,12 @@ def null_run(
 ) -> dict[str, float]:  # fmt: skip
     """Half of the ranks are engines, half trainers."""
     half = ranks // 2
-    config = LoopConfig(steps=steps, prompts_per_step=groups, step_timeout_s=TIMEOUT_S)
+    loop = {"steps": steps, "prompts_per_step": groups, "step_timeout_s": TIMEOUT_S}
+    recipe = OnlineConfig(
+        workflow="null", data=Questions.Config(), rollout=SampledConfig(group_size=GROUP_SIZE), algorithm=Config(),
+        trainer=Config(), loop=LoopConfig(**loop), journal=JournalConfig(enabled=False),
+        eval=EvalConfig(num_prompts=0),
+    )  # fmt: skip
     rollout = NullRollout.launch(
         cluster,
         name=f"rollout-{tag}",
@@ -201,25 +206,22 @@ def null_run(
         threads=1,
         work_s=work_s,
     )
-    prompts = PromptPlan(data=Questions.Config(), loader=LoaderConfig())
     run = Run.create(tag, root=root)
     controller = Controller.launch(
-        cluster, name=f"controller-{tag}", placement="0", threads=1, prompts=prompts, config=config,
-        group_size=GROUP_SIZE, evals={}, run_dir=str(run.path), journal=JournalConfig(enabled=False),
+        cluster, name=f"controller-{tag}", placement="0", threads=1, config=recipe, run_dir=str(run.path)
     )  # fmt: skip
 
     channels = Channels(cluster, TIMEOUT_S, f"-{tag}")
     flows, engines = Flows.of(channels), Engines(rollout)
-    fleet = Fleet(engines, flows, channels, actor, SyncConfig(), config)  # type: ignore[arg-type]
+    session = Session(recipe, run, channels, flows, controller, engines, actor)
     stopwatch = Stopwatch()
 
     def step(flow: Flow) -> None:
         flow.update(actor, flow.select(flow.sample(engines)))
 
-    flow = Flow(FlowConfig(), config, controller, fleet, lambda *_: False, flows, channels)
     checkpoints = RunCheckpoints(run, {}, 1, TIMEOUT_S)
     controller.start(flows).wait(timeout_s=TIMEOUT_S)
-    Loop(config, flow, step, controller, checkpoints, [stopwatch]).run()
+    Loop(Flow(Fleet(session)), step, checkpoints, [stopwatch]).run()
     for group in (rollout, actor, controller):
         group.close()
     return stopwatch.figures()

@@ -52,7 +52,7 @@ class Sender(Worker):
             self.send({"started_s": time.monotonic(), "tensor": self.tensor.cpu()}, "receiver", 0)
 
     def routes(self) -> dict[str, int]:
-        return current().transfer.routes()
+        return dict(current().transfer.routes)
 
 
 class Receiver(Worker):

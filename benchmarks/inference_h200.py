@@ -442,6 +442,7 @@ def fp8_products() -> None:
 def fp8_attention() -> None:
     """Decode attention of 256 sequences with 280 tokens each, over keys and values of 16 and of 8 bits."""
     from rill.models.decode.decode_work import DecodeWork, work_in_runs
+    from rill.models.eager import ScoreRule
     from rill.models.ops.triton_decode import DecodeAttention
 
     rows, tokens, layers = 256, 280, 4
@@ -460,7 +461,7 @@ def fp8_attention() -> None:
     def run(i: int, *, held: torch.Tensor) -> torch.Tensor:
         out = torch.empty(rows, 12, 128, dtype=torch.bfloat16, device="cuda")
         keys, values = held[i]
-        attend(query, query.shape[1], keys, values, tables, work, out, scale=128**-0.5, window=0, softcap=0.0)
+        attend(query, keys, values, tables, work, out, ScoreRule(128**-0.5))
         return out.view(rows, -1)
 
     variants = {

@@ -11,6 +11,7 @@ answer_tokens > 0   an ordinary answer is sampled and scored first; then a tail 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import time
@@ -39,6 +40,8 @@ class LongTail(Environment):
         warmup_tokens: int = Field(32, ge=1)
         answer_tokens: int = Field(0, ge=0)
         """Longest answer before the tail. 0: the whole response is the tail."""
+        tool_s: float = Field(0.0, ge=0)
+        """That an answer waits before its tail, as for a slow tool (answer_tokens > 0)."""
         reward_s: float = Field(0.0, ge=0)
         """Of plain Python that scores each response (answer_tokens = 0)."""
 
@@ -54,6 +57,7 @@ class LongTail(Environment):
                 pass
             return float(number_of(agents.episode_id + "reward") % 2)
         answer = await policy.generate(task, max_new_tokens=config.answer_tokens)
+        await asyncio.sleep(config.tool_s)
         await policy.generate(answer.then(""), max_new_tokens=length, ignore_eos=True, is_trained=False)
         return float(extract_answer(answer.text, AnswerForm.LAST_NUMBER) == str(task.answer))
 

@@ -3,16 +3,17 @@
     python benchmarks/moe_h200.py [--layers 48] [--trained-layers 6] [--small]
 
 Random bf16 weights, made on the device. Decoding has all 48 layers (61 GB); training has so many layers that weights,
-gradients and AdamW's state fit. Bounds: at 256 sequences every expert is chosen by somebody, so a step reads all
-weights once at 4.27 TB/s; a training step multiplies what its tokens are sent to (8 of 128 experts), 6 FLOPs a weight
-and token, at 771 TFLOP/s. Replay: the same step with every token's experts given (R3). Prints JSON lines; --small
-runs anywhere.
+gradients and AdamW's state fit. The rival of our kernels for the experts is torch's grouped_mm. Bounds: at 256
+sequences every expert is chosen by somebody, so a step reads all weights once at 4.27 TB/s; a training step
+multiplies what its tokens are sent to (8 of 128 experts), 6 FLOPs a weight and token, at 771 TFLOP/s. Replay: the
+same step with every token's experts given (R3). Prints JSON lines; --small runs anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import time
 from typing import Any
 
@@ -39,7 +40,7 @@ SMALL: dict[str, Any] = SHAPE | {
 }  # fmt: skip
 
 
-def decoding(shape: dict[str, Any], device: str, count: int, new: int) -> None:
+def decoding(shape: dict[str, Any], device: str, count: int, new: int, *, by: str = "") -> None:
     from transformers import AutoModelForCausalLM
 
     config = ModelConfig(shape=shape, tokenizer=None)
@@ -66,10 +67,12 @@ def decoding(shape: dict[str, Any], device: str, count: int, new: int) -> None:
             rate = size * length / (time.perf_counter() - began)
         bound = size * BYTES_PER_S / (2 * num_weights) if size == count else None
         report(
-            what=f"decoding, {size} x 128 + {new}", tokens_per_s=round(rate), weights=num_weights,
+            what=f"decoding{by}, {size} x 128 + {new}", tokens_per_s=round(rate), weights=num_weights,
             bound=bound and round(bound), share=bound and round(rate / bound, 3),
         )  # fmt: skip
     engine.close()
+    del engine, model
+    gc.collect()
 
 
 def training(shape: dict[str, Any], device: str, num_tokens: int) -> None:
@@ -115,6 +118,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--trained-layers", type=int, default=6)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--only-decoding", action="store_true")
     args = parser.parse_args()
     if args.small:
         decoding(SMALL | {"num_hidden_layers": 2}, "cpu", 8, 16)
@@ -123,9 +127,16 @@ def main() -> None:
     if not torch.cuda.is_available():
         report(skipped="needs a CUDA device; --small runs anywhere")
         return
+    from rill.models.ops import triton_experts
+
     decoding(SHAPE | {"num_hidden_layers": args.layers}, "cuda", 256, 128)
     torch.cuda.empty_cache()
+    triton_experts.MAX_CHOICES = 0
+    decoding(SHAPE | {"num_hidden_layers": args.layers}, "cuda", 256, 128, by=" by grouped_mm")
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    if args.only_decoding:
+        return
     training(SHAPE | {"num_hidden_layers": args.trained_layers}, "cuda", 16_384)
 
 

@@ -1,18 +1,20 @@
 """Claim: what a plan predicts is what the run takes: within 5 % (median), with the modes in the right order.
 
-    python benchmarks/plan_prediction.py [--steps 12] [--devices 3] [--workloads grpo,ppo,tail] [--rounds 2]
+    python benchmarks/plan_prediction.py [--steps 12] [--rounds 2] [--workloads grpo,ppo,tail,slow] [--svg F]
 
-GRPO (engine, reference, actor), PPO (engine, reference, critic, actor) and GRPO with a long-tailed task (the tail of
-benchmarks/longtail.py), each on so many slots of one thread: the recipe is profiled, every mode is searched for, and
-the plan found runs for some steps. `asynchronous` is the split plan one step ahead. One JSON line a run: seconds of a
-step, predicted (synchronous plans were tried with the profile), by the model alone, simulated, and real (the median,
-without the first steps); then one a workload: the median error, whether the modes come in the right order, and how auto
-compares with the best and the worst. Needs a quiet machine with as many free cores as slots.
+GRPO (engine, reference, actor), PPO (engine, reference, critic, actor), GRPO with a long-tailed task and GRPO whose
+answers wait for a slow tool (both of benchmarks/longtail.py), each on so many slots of one thread: the recipe is
+profiled, every mode is searched for, and the plan found runs for some steps. `asynchronous` is the split plan one step
+ahead. One JSON line a run: seconds of a step, predicted (plans near the best were tried with the profile), by the model
+alone, simulated, and real (the median, without the first steps), with the seconds of each worker, by the model and
+real; then one a workload: the median error, whether the modes come in the right order, and how auto compares with the
+best and the worst. Needs a quiet machine with more free cores than slots: hub and driver work beside them. --svg draws
+a step of each mode of the last workload, as predicted and as it was.
 
-    python benchmarks/plan_prediction.py --workloads h200 --steps 4 --rounds 1
+    python benchmarks/plan_prediction.py --workloads h200
 
-predicts the step of benchmarks/grpo_step_h200.py (a 1.5B model, 32 prompts × 16 samples) on one GPU that engine and
-trainer share. On one device there is one plan.
+predicts the step of benchmarks/grpo_step_h200.py (a 1.5B model, 16 prompts × 16 samples) on one GPU that engine and
+trainer share, from a profile alone, and takes it in the same launch. On one device there is one plan.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,11 +34,15 @@ from rill.config.resolve import dump_config, resolve
 from rill.errors import PlanError
 from rill.planning.pilot import Pilot
 from rill.planning.plan import Plan, choose
-from rill.planning.price import price
-from rill.planning.profiler import measure
-from rill.planning.recipe import devices_of, problem_of, put_into
+from rill.planning.price import price, stage_seconds
+from rill.planning.profile import Profile
+from rill.planning.profiler import measure, try_ahead
+from rill.planning.recipe import FOLDED, devices_of, predicted_lanes, problem_of, put_into
 from rill.planning.search import Mode
 from rill.planning.simulator import simulate
+from rill.planning.traced import CHUNK, StepTimes, read_history, steps_of, whole_calls, work_of_step
+from rill.telemetry import trace
+from rill.telemetry.chrome import read_trace
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
 from rill.workflows.loop import StepReport
@@ -51,10 +57,11 @@ TAIL = {
     "sigma": 1.0,
     "max_tokens": 200,
 }
+SLOW = TAIL | {"median_tokens": 16, "sigma": 0.3, "max_tokens": 40, "tool_s": 0.5}
 
 
 def one_gpu(args: argparse.Namespace) -> RecipeValues:
-    """The recipe of benchmarks/grpo_step_h200.py, an eighth of its batch; every step has the long tail."""
+    """The recipe of benchmarks/grpo_step_h200.py, a sixteenth of its batch; every step has the long tail."""
     from grpo_step_h200 import SHAPE, SMALL, recipe, save_random_model
 
     is_cuda = torch.cuda.is_available()
@@ -62,9 +69,9 @@ def one_gpu(args: argparse.Namespace) -> RecipeValues:
     if not model.exists():
         save_random_model(model, SHAPE if is_cuda else SMALL, "cuda" if is_cuda else "cpu")
     settings = argparse.Namespace(
-        sequences=512, max_tokens=1024 if is_cuda else 64, median=384 if is_cuda else 16, sigma=0.7, micro=8192,
-        tree_packing=False, no_compile=False, group_size=16, groups=32, steps=args.steps - 1, timeout=230.0,
-        resident=True,
+        sequences=256, max_tokens=1024 if is_cuda else 64, median=384 if is_cuda else 16, sigma=0.7, micro=8192,
+        tree_packing=False, no_compile=False, group_size=16 if is_cuda else 2, groups=16, steps=args.steps - 1,
+        timeout=230.0, resident=True,
     )  # fmt: skip
     values = recipe(settings, model)
     values["rollout"]["env"]["warmup_groups"] = 0
@@ -88,7 +95,7 @@ def workload(name: str, args: argparse.Namespace, lag: int = 0) -> RecipeValues:
         "rollout": {
             "group_size": 4,
             "sampling": {"max_new_tokens": 200 if name == "tail" else 40},
-            "env": TAIL if name == "tail" else env,
+            "env": {"tail": TAIL, "slow": SLOW}.get(name, env),
         },
         "algorithm": {
             "type": "ppo" if is_ppo else "grpo",
@@ -111,7 +118,53 @@ def resolved(values: RecipeValues) -> RLConfig:
     return config
 
 
-def real_step_s(values: RecipeValues, plan: Plan, root: Path) -> float:
+class Lane(NamedTuple):
+    """What a worker did on a device, from the beginning of a step on."""
+
+    device: int
+    worker: str
+    start_s: float
+    end_s: float
+
+
+class Picture(NamedTuple):
+    """A step under a plan, predicted and real."""
+
+    mode: str
+    predicted_s: float
+    real_s: float
+    predicted: list[Lane]
+    real: list[Lane]
+
+
+class Real(NamedTuple):
+    """A run under a plan: seconds of a step, of each worker in it, and one step of it."""
+
+    step_s: float
+    busy_s: dict[str, float]
+    lanes: list[Lane]
+
+
+def real_lanes(run: Run, plan: Plan, step: StepTimes) -> list[Lane]:
+    """An engine while it has its devices, a stage while it works on a chunk."""
+    seen: list[tuple[int, str, float, float]] = []
+    for call in whole_calls(read_history(run.path)):
+        if call.group == "rollout":
+            seen += [(d, call.group, t.started_s, t.ended_s) for t in call.turns for d in t.devices]
+    for event in read_trace(run.path):
+        group, _, rank = event.lane.partition("[")
+        if event.name == CHUNK and group in plan.workers:
+            begin_s = event.at_ns / 1e9
+            device = plan.workers[group].ids[int(rank.rstrip("]"))]
+            seen.append((device, group, begin_s, begin_s + event.duration_ns / 1e9))
+    return [
+        Lane(device, group, max(a, step.began_s) - step.began_s, min(b, step.ended_s) - step.began_s)
+        for device, group, a, b in seen
+        if b > step.began_s and a < step.ended_s
+    ]
+
+
+def real_run(values: RecipeValues, plan: Plan, root: Path) -> Real:
     put_into(values.values, values.provenance, plan, "plan")
     config = resolved(values)
     steps: list[float] = []
@@ -121,57 +174,129 @@ def real_step_s(values: RecipeValues, plan: Plan, root: Path) -> float:
             steps.append(report.metrics["time/step_s"])
 
     run = Run.create("measured", root=root, config_toml=dump_config(config))
+    trace.configure(run.path, "driver")
     with run.running():
         WORKFLOWS.load(config.workflow)(config, run, [observe]).run()
-    return statistics.median(steps[min(SKIP, len(steps) - 2) :])
+    trace.shutdown()
+    calls = whole_calls(read_history(run.path))
+    later = steps_of(read_trace(run.path))[SKIP:]
+    worked = [work_of_step(calls, step, FOLDED) for step in later]
+    groups = {group for one in worked for group in one}
+    busy = {g: statistics.median(one[g].busy_s for one in worked if g in one) for g in sorted(groups)}
+    step_s = statistics.median(steps[min(SKIP, len(steps) - 2) :])
+    typical = min(later, key=lambda step: abs(step.ended_s - step.began_s - step_s))
+    return Real(step_s, busy, real_lanes(run, plan, typical))
 
 
 def start(config: RLConfig, run: Run, pilot: Pilot) -> None:
     WORKFLOWS.load(config.workflow)(config, run, ()).run(pilot=pilot)
 
 
+def report(name: str, label: str, plan: Plan, real_s: float, **also: object) -> None:
+    line = {
+        "benchmark": "plan_prediction", "workload": name, "mode": label, "plan": plan.structure,
+        "devices": {worker: placed.devices for worker, placed in plan.workers.items()},
+        "predicted_s": round(plan.step_s, 4), "real_s": round(real_s, 4),
+        "error": round(plan.step_s / real_s - 1, 4), **also,
+    }  # fmt: skip
+    print(json.dumps(line), flush=True)
+
+
+def one_plan(name: str, args: argparse.Namespace) -> None:
+    """Predicted by the model, real by the trial of the only plan, in one launch."""
+    config = resolved(workload(name, args))
+    devices = devices_of(config)
+    profile = measure(config, {}, devices, start=start, num_rounds=args.rounds, tries_one=True)
+    problem = problem_of(config, {}, profile, devices)
+    plan, _ = choose(problem)
+    report(name, "auto", plan, profile.tried[plan.signature])
+
+
+def compared(name: str, mode: str, lag: int, args: argparse.Namespace, profile: Profile) -> Picture:
+    values = workload(name, args, lag)
+    config = resolved(values)
+    devices = devices_of(config)
+    if lag:
+        profile = try_ahead(config, {}, profile, devices, start=start)
+    problem = problem_of(config, {}, profile, devices)
+    plan, found = choose(problem, Mode(mode), tried=profile.tried)
+    priced = price(problem, found.tree)
+    with tempfile.TemporaryDirectory() as root:
+        real = real_run(values, plan, Path(root))
+    label = "asynchronous" if lag else mode
+    stages = {stage.nodes[0]: stage_seconds(problem, stage) for stage in priced.tree.stages()}
+    report(
+        name, label, plan, real.step_s,
+        by_the_model_s=round(priced.step_s, 4),
+        simulated_s=round(simulate(problem, found.tree, steps=5).mean_step_s, 4),
+        workers={w: [round(stages.get(w, 0.0), 4), round(seconds, 4)] for w, seconds in real.busy_s.items()},
+    )  # fmt: skip
+    lanes = predicted_lanes(problem, found, plan)
+    predicted = [Lane(int(x["lane"].split()[1]), x["name"], x["start_s"], x["end_s"]) for x in lanes]
+    return Picture(label, plan.step_s, real.step_s, predicted, real.lanes)
+
+
+def draw(pictures: list[Picture], title: str) -> str:
+    """Predicted on the left, real on the right, one block a mode."""
+    colours = dict(
+        zip(("rollout", "reference", "critic", "actor"), ("#4c78a8", "#f58518", "#b279a2", "#54a24b"))
+    )
+    devices = 1 + max(lane.device for one in pictures for lane in one.predicted)
+    scale = 360 / max(max(one.predicted_s, one.real_s) for one in pictures)
+    block, height = 22 + 16 * devices, 46 + (36 + 16 * devices) * len(pictures)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="860" height="{height}" font-family="sans-serif" '
+        f'font-size="11"><rect width="860" height="{height}" fill="white"/><text x="10" y="18" font-size="13">'
+        f"{title}: a step, predicted (left) and real (right)</text>"
+    ]
+    for i, (name, colour) in enumerate(colours.items()):
+        parts.append(f'<rect x="{480 + 90 * i}" y="9" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{494 + 90 * i}" y="18">{name}</text>')
+    for i, one in enumerate(pictures):
+        top = 46 + (block + 14) * i
+        sides = ((60, one.predicted_s, one.predicted), (460, one.real_s, one.real))
+        for left, step_s, lanes in sides:
+            parts.append(f'<text x="{left}" y="{top}">{one.mode}, {step_s:.3g} s</text>')
+            parts.append(
+                f'<rect x="{left}" y="{top + 4}" width="{step_s * scale:.1f}" height="{16 * devices}" fill="#eee"/>'
+            )
+            parts += [
+                f'<rect x="{left + lane.start_s * scale:.1f}" y="{top + 6 + 16 * lane.device}" height="12" '
+                f'width="{max(0.5, (lane.end_s - lane.start_s) * scale):.1f}" fill="{colours[lane.worker]}"/>'
+                for lane in lanes
+            ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--devices", type=int, default=3)
-    parser.add_argument("--workloads", default="grpo,ppo,tail")
+    parser.add_argument("--workloads", default="grpo,ppo,tail,slow")
     parser.add_argument("--rounds", type=int, default=2, help="times that every size is profiled")
+    parser.add_argument("--svg", type=Path, help="where to draw the last workload's steps")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))  # for longtail
     for name in args.workloads.split(","):
-        values = workload(name, args)
-        config = resolved(values)
-        devices = devices_of(config)
-        profile = measure(config, {}, devices, start=start, num_rounds=args.rounds)
-        rows: dict[str, tuple[float, float]] = {}
-        for mode, lag in MODES if name != "h200" else (("auto", 0),):
-            values = workload(name, args, lag)
-            problem = problem_of(resolved(values), {}, profile, devices)
+        if name == "h200":
+            one_plan(name, args)
+            continue
+        config = resolved(workload(name, args))
+        profile = measure(config, {}, devices_of(config), start=start, num_rounds=args.rounds)
+        print(json.dumps({"workload": name, "profile": profile.dumps()}), flush=True)
+        rows: dict[str, Picture] = {}
+        for mode, lag in MODES:
             label = "asynchronous" if lag else mode
             try:
-                plan, found = choose(problem, Mode(mode), tried=profile.tried)
+                rows[label] = compared(name, mode, lag, args, profile)
             except PlanError as error:
                 print(json.dumps({"workload": name, "mode": label, "impossible": str(error)}), flush=True)
-                continue
-            model_s = price(problem, found.tree).step_s
-            simulated_s = simulate(problem, found.tree, steps=5).mean_step_s
-            with tempfile.TemporaryDirectory() as root:
-                real_s = real_step_s(values, plan, Path(root))
-            rows[label] = (plan.step_s, real_s)
-            line = {
-                "benchmark": "plan_prediction", "workload": name, "mode": label, "plan": plan.structure,
-                "devices": {worker: placed.devices for worker, placed in plan.workers.items()},
-                "predicted_s": round(plan.step_s, 4), "by_the_model_s": round(model_s, 4),
-                "simulated_s": round(simulated_s, 4),
-                "real_s": round(real_s, 4), "error": round(plan.step_s / real_s - 1, 4),
-            }  # fmt: skip
-            print(json.dumps(line), flush=True)
-        if name == "h200":
-            continue
-        errors = [abs(predicted / real - 1) for predicted, real in rows.values()]
-        auto_s = rows["auto"][1]
-        others = {label: real for label, (_, real) in rows.items() if label not in ("auto", "asynchronous")}
-        by_prediction = sorted(others, key=lambda label: rows[label][0])
+        if args.svg:
+            args.svg.write_text(draw([one for one in rows.values() if one.mode != "auto"], name))
+        errors = [abs(one.predicted_s / one.real_s - 1) for one in rows.values()]
+        auto_s = rows["auto"].real_s
+        others = {one.mode: one.real_s for one in rows.values() if one.mode not in ("auto", "asynchronous")}
+        by_prediction = sorted(others, key=lambda label: rows[label].predicted_s)
         summary = {
             "benchmark": "plan_prediction", "workload": name, "limit": 0.05,
             "median_error": round(statistics.median(errors), 4),

@@ -1,15 +1,20 @@
 """The cycle of simulators, policy and trainer: stages, placements, and simulators against the bare ones, in one run.
 
-    python benchmarks/robots_h200.py [--width 1024 --depth 8 --envs 256 --image-size 64] [--modes shared,ahead]
+    python benchmarks/robots_h200.py [--simulator arm_mjx --envs 1024 --episodes 2048 --rows 512] [--small]
+                                     [--only simulators,stages,modes] [--modes shared,hybrid] [--width 1024 --depth 8]
 
-    simulators   steps/s of simulators behind a process against the same ones in this process: at least 90 %
+    simulators   steps/s of simulators behind a process against the same ones in this process: at least 90 %. On a
+                 device (arm_mjx): steps/s by the number of scenes, and the seconds until it is compiled
     stages       seconds that a step waits for its episodes, with one stage and with two: 1.3 × where both sides take
                  similar time
-    modes        actions/s end to end. shared: policy and trainer take turns, memory moved out and in; colocated: both
-                 stay (the paper's hybrid on one GPU); ahead: colocated, acting one version ahead of training
+    modes        actions/s end to end, and `ratio`: to the first mode. shared (the paper's temporal): simulators on the
+                 device, policy and trainer take turns, their memory moved out and in; resident: all stay in memory,
+                 simulators and policy still take turns (one stage); hybrid: all stay, one half of the scenes is
+                 simulated while the policy decides for the other; ahead: hybrid, one version ahead of training. Split
+                 needs two devices: --modes split
 
 Prints JSON lines. Uses the first GPU where there is one. Needs idle cores; the packages are torch, transformers,
-pydantic, pyzmq, msgspec, psutil, safetensors, rich, typer and mujoco.
+pydantic, pyzmq, msgspec, psutil, safetensors, rich, typer and mujoco; jax and mujoco-mjx for arm_mjx.
 """
 
 from __future__ import annotations
@@ -23,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from rill.envs.robots.arm import ArmSimulator
-from rill.envs.robots.bank import Bank, Begin
+from rill.envs.robots.bank import Begin, Scenes, open_scenes, uses_device
+from rill.envs.robots.base import SIMULATORS
 from rill.envs.robots.process import SimulatorProcess
 from rill.telemetry.run import Run
 from rill.types import InitialState
@@ -32,11 +37,15 @@ from rill.workflows.embodied import Embodied
 from rill.workflows.loop import StepReport
 
 CHUNK = 4
+STAY = {"devices": 1, "colocate": True}
 MODES: dict[str, dict[str, Any]] = {
-    "shared": {},
-    "colocated": {"cluster": {"devices": 1, "colocate": True}},
-    "ahead": {"cluster": {"devices": 1, "colocate": True}, "max_lag": 1},
+    "shared": {"stages": 1},
+    "resident": {"stages": 1, "cluster": STAY},
+    "hybrid": {"cluster": STAY},
+    "ahead": {"cluster": STAY, "loop": {"max_lag": 1}},
+    "split": {"cluster": {"devices": 2}, "placement": {"env": "0", "rollout": "1", "actor": "1"}},
 }
+SMALL = {"envs": 8, "episodes": 16, "steps": 2, "width": 32, "depth": 1, "chunks": 2}
 TOLD = {
     "actions_per_s": "throughput/actions_per_s",
     "step_s": "time/step_s",
@@ -46,19 +55,24 @@ TOLD = {
 }
 
 
-def recipe(wanted: argparse.Namespace, *, stages: int = 2, **mode: Any) -> Embodied.Config:
-    body = {"body": "transformer", "width": wanted.width, "depth": wanted.depth}
-    loop = {"steps": wanted.steps, "prompts_per_step": wanted.episodes, "max_lag": mode.get("max_lag", 0)}
+def recipe(wanted: argparse.Namespace, **mode: Any) -> Embodied.Config:
+    body = {"body": "transformer", "width": wanted.width, "depth": wanted.depth, "rows": wanted.rows}
     tables: dict[str, Any] = {
         "workflow": "embodied",
-        "simulator": {"type": "arm", "image_size": wanted.image_size},
+        "simulator": {"type": wanted.simulator, "image_size": wanted.image_size},
         "policy": {"type": "tokens", "chunk": CHUNK, **body},
-        "data": {"type": "initial_states", "tasks": ["red", "blue"]},
-        "rollout": {"num_envs": wanted.envs, "stages": stages, "films": 0},
+        "data": {"type": "initial_states", "tasks": ["red", "blue"], "num_states": 100_000},
+        "rollout": {
+            "num_envs": wanted.envs,
+            "stages": mode.get("stages", 2),
+            "films": 0,
+            "timeout_s": 300.0,
+        },
         "trainer": {"num_epochs": 1, "num_mini_batches": 4},
-        "loop": loop,
+        "loop": {"steps": wanted.steps, "prompts_per_step": wanted.episodes, **mode.get("loop", {})},
         "eval": {"num_prompts": 0},
         "cluster": mode.get("cluster", {"devices": 1}),
+        "placement": mode.get("placement", {}),
     }
     return Embodied.Config(**tables)
 
@@ -78,7 +92,7 @@ def figures_of(config: Embodied.Config) -> list[dict[str, float]]:
     return found[1:]
 
 
-def steps_per_s(simulators: Bank | SimulatorProcess, size: int, num_chunks: int) -> float:
+def steps_per_s(simulators: Scenes | SimulatorProcess, size: int, num_chunks: int) -> float:
     """Of simulators that stand still, reset when their episode is over."""
     still = np.zeros((CHUNK, 3), np.float32)
     begins = {slot: Begin(InitialState("arm", "red", slot)) for slot in range(size)}
@@ -97,6 +111,45 @@ def mean(rows: list[dict[str, float]], name: str) -> float:
     return float(np.mean([row[name] for row in rows]))
 
 
+def simulators(wanted: argparse.Namespace) -> None:
+    kind = SIMULATORS.load(wanted.simulator)
+    config = kind.Config(type=wanted.simulator, image_size=wanted.image_size)
+    sizes = [wanted.envs * factor for factor in (1, 4, 16)] if uses_device(config) else [wanted.envs]
+    for size in sizes:
+        began_s = time.perf_counter()
+        scenes = open_scenes(config, size)
+        steps_per_s(scenes, size, 1)
+        opened_s = time.perf_counter() - began_s
+        bare = steps_per_s(scenes, size, wanted.chunks)
+        scenes.close()
+        tell("simulators", wanted, scenes=size, steps_per_s=bare, opened_s=opened_s)
+    process = SimulatorProcess(config, size, timeout_s=300.0)
+    steps_per_s(process, size, 1)
+    behind = steps_per_s(process, size, wanted.chunks)
+    process.close()
+    tell("simulators", wanted, scenes=size, process_steps_per_s=behind, share=behind / bare)
+
+
+def stages(wanted: argparse.Namespace) -> None:
+    waits = {n: mean(figures_of(recipe(wanted, stages=n)), "time/rollout_wait_s") for n in (1, 2)}
+    tell("stages", wanted, one_s=waits[1], two_s=waits[2], ratio=waits[1] / waits[2])
+
+
+def modes(wanted: argparse.Namespace) -> None:
+    first = 0.0
+    for name in wanted.modes.split(","):
+        rows = figures_of(recipe(wanted, **MODES[name]))
+        told = {short: mean(rows, metric) for short, metric in TOLD.items()}
+        first = first or told["actions_per_s"]
+        tell("modes", wanted, mode=name, ratio=told["actions_per_s"] / first, **told)
+
+
+def tell(claim: str, wanted: argparse.Namespace, **told: Any) -> None:
+    run = {"simulator": wanted.simulator, "envs": wanted.envs, "width": wanted.width, "depth": wanted.depth}
+    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in told.items()}
+    print(json.dumps({"claim": claim, **run, **rounded}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -107,27 +160,21 @@ def main() -> None:
         ("steps", 5),
         ("width", 128),
         ("depth", 4),
+        ("rows", 32),
         ("image-size", 0),
+        ("chunks", 50),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--simulator", default="arm", choices=("arm", "arm_mjx"))
+    parser.add_argument("--modes", default="shared,resident,hybrid,ahead")
+    parser.add_argument("--only", default="simulators,stages,modes")
+    parser.add_argument("--small", action="store_true", help="seconds, on a CPU: whether it runs")
     wanted = parser.parse_args()
-    config = ArmSimulator.Config(image_size=wanted.image_size)
-    bare = steps_per_s(Bank(config, wanted.envs), wanted.envs, 50)
-    process = SimulatorProcess(config, wanted.envs, timeout_s=300.0)
-    behind = steps_per_s(process, wanted.envs, 50)
-    process.close()
-    print(
-        json.dumps({"claim": "simulators", "bare": bare, "process": behind, "share": behind / bare}),
-        flush=True,
-    )
-    waits = {n: mean(figures_of(recipe(wanted, stages=n)), "time/rollout_wait_s") for n in (1, 2)}
-    told = {"one_s": waits[1], "two_s": waits[2], "ratio": waits[1] / waits[2]}
-    print(json.dumps({"claim": "stages", **told}), flush=True)
-    for name in wanted.modes.split(","):
-        rows = figures_of(recipe(wanted, **MODES[name]))
-        told = {short: mean(rows, metric) for short, metric in TOLD.items()}
-        print(json.dumps({"claim": "modes", "mode": name, **told}), flush=True)
+    if wanted.small:
+        vars(wanted).update(SMALL)
+    for claim in (simulators, stages, modes):
+        if claim.__name__ in wanted.only.split(","):
+            claim(wanted)
 
 
 if __name__ == "__main__":

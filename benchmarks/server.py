@@ -349,6 +349,9 @@ def _report(
     }
     if loads:
         line |= {
+            "server_us_per_request": round(
+                statistics.median(load.server_us for load in loads) * args.tokens, 1
+            ),
             "server_us_per_token": round(statistics.median(load.server_us for load in loads), 2),
             "client_busy": round(statistics.median(load.client_busy for load in loads), 3),
             "server_threads": {n: s for n, s in loads[-1].thread_shares.items() if s >= 0.005},

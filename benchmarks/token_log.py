@@ -1,22 +1,24 @@
 """The token log: what it costs an engine, how many bytes a token takes, how fast sequences in flight come back.
 
-    python benchmarks/token_log.py [--model PATH] [--device cuda] [--requests 256] [--tokens 256] [--repeats 15]
+    python benchmarks/token_log.py [--device cuda] [--model PATH] [--requests 128] [--tokens 256] [--repeats 30]
 
 Prints JSON lines:
 
     {"what": "pair", "off_s": …, "on_s": …, "off_cpu_s": …, "on_cpu_s": …, "own_s": …}
                           as many requests of the same lengths, one after the other, in turns either way first
-    {"what": "cost", "of": "wall" | "cpu" | "own", "share": …, "low": …, "high": …}
+    {"what": "cost", "of": "wall" | "cpu" | "own", "share": …, "low": …, "high": …, "quartiles": […]}
                           wall, cpu: on / off − 1, the processor's time being that of all threads. own: the processor's
                           time inside the log and what is made for it, counted where it is spent, over the rest of the
-                          same run: it does not depend on what else the machine does. The median of the pairs, and a
-                          95 % bootstrap interval of it
+                          same run: it does not depend on what else the machine does. The median of the pairs, a 95 %
+                          bootstrap interval of it, and the quartiles of the pairs
+    {"what": "rate", "off": …, "on": …}                               tokens a second, of the median pair
     {"what": "bytes", "per_token": …}                                 on disk, before anything is removed
-    {"what": "recovery", "sequences": …, "find_s": …, "prefill_s": …, "share": …}
-                          a killed engine's sequences: found in its log, against the prefill that continues them
+    {"what": "recovery", "sequences": …, "found_s": …, "recovered_s": …, "prefill_s": …, "times_prefill": …}
+                          a killed engine's sequences, half of each in its log, asked of another: until the log is read,
+                          until each has its next token, and the prefill of as many that were never lost. Medians
 
-Without a model it uses one of two layers and fresh weights: then the engine is as fast as it can be, and the log's
-share is an upper bound. Needs a quiet machine.
+Without a model it uses fresh weights, and no tokenizer: on a GPU in the shape of Qwen2.5-1.5B, on the CPU one of two
+layers, with which the engine is as fast as it can be and the log's share an upper bound. Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +46,9 @@ from rill.journal.logged import LoggedEngine
 from rill.journal.reader import LogReader, segments
 from rill.journal.token_log import FOLDER, JournalConfig, TokenLog
 from rill.models.loading import ModelConfig
-from rill.types import SamplingParams
+from rill.types import SamplingParams, TokenIds
 
-SHAPE = {
+TINY = {
     "model_type": "qwen2",
     "hidden_size": 128,
     "num_hidden_layers": 2,
@@ -56,6 +59,18 @@ SHAPE = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+QWEN_1_5B = {
+    **TINY,
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "vocab_size": 151936,
+    "rope_theta": 1e6,
+}
+
+NUM_RECOVERIES = 3
 
 
 def main() -> None:
@@ -63,14 +78,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--in-flight", type=int, default=1000)
     given = parser.parse_args()
-    model = ModelConfig(path=given.model) if given.model else ModelConfig(shape=SHAPE, tokenizer=None)
+    shape = TINY if given.device == "cpu" else QWEN_1_5B
+    model = ModelConfig(path=given.model) if given.model else ModelConfig(shape=shape)
     engine = NativeEngine(NativeEngine.Config(model=model, device=given.device))
     rng = np.random.default_rng(0)
     vocabulary = engine.vocab_size or 1000
@@ -86,7 +102,7 @@ def main() -> None:
     pairs: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(dir=os.environ.get("RILL_BENCH_DIR")) as folder:
         log = TokenLog(Path(folder), "rollout-0", JournalConfig())
-        logged = LoggedEngine(gate, log, delay_s=JournalConfig().delay_s, decode=str)
+        logged = LoggedEngine(gate, log, decode=str)
         own = OwnTime()
         ways: list[tuple[str, Asked]] = [("off", gate), ("on", logged)]
         for repeat in range(-1, given.repeats):  # the first warms up
@@ -113,25 +129,27 @@ def main() -> None:
         print(json.dumps({"what": "cost", "of": of, **median_with_interval(shares)}))
     shares = [pair["own_s"] / (pair["on_cpu_s"] - pair["own_s"]) for pair in pairs]
     print(json.dumps({"what": "cost", "of": "own", **median_with_interval(shares)}))
+    rates = {way: statistics.median(pair[f"{way}_s"] for pair in pairs) for way in ("off", "on")}
+    sampled = given.requests * given.tokens
+    print(json.dumps({"what": "rate", **{way: round(sampled / seconds) for way, seconds in rates.items()}}))
     print(json.dumps({"what": "bytes", "per_token": round(num_bytes / num_tokens, 2)}))
-    print(json.dumps(recovery(engine, requests("lost", given.in_flight), given.tokens)), flush=True)
+    print(json.dumps(recovery(gate, requests, given.in_flight, given.tokens)), flush=True)
     engine.close()
 
 
 class OwnTime:
-    """The processor's time that goes to the log: its writer's thread, and on the engine's thread what makes, takes and
+    """The processor's time that goes to the log: its own threads, and on the engine's thread what makes, takes and
     ends the pieces that are written."""
 
     def __init__(self) -> None:
-        (writer,) = (thread for thread in threading.enumerate() if thread.name == "token-log")
-        assert writer.ident is not None
-        self._writer_clock = time.pthread_getcpuclockid(writer.ident)
+        own = [thread.ident for thread in threading.enumerate() if thread.name.startswith("token-log")]
+        self._clocks = [time.pthread_getcpuclockid(ident) for ident in own if ident is not None]
         self._engine_s = 0.0
         for owner, name in ((Sequence, "take_delta"), (LoggedEngine, "_tokens"), (LoggedEngine, "_ended")):
             setattr(owner, name, self._clocked(getattr(owner, name)))
 
     def __call__(self) -> float:
-        return self._engine_s + time.clock_gettime(self._writer_clock)
+        return self._engine_s + sum(map(time.clock_gettime, self._clocks))
 
     def _clocked(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def clocked(*arguments: Any) -> Any:
@@ -144,44 +162,69 @@ class OwnTime:
         return clocked
 
 
-def median_with_interval(values: list[float]) -> dict[str, float]:
+def median_with_interval(values: list[float]) -> dict[str, Any]:
     draws = np.random.default_rng(0).choice(np.asarray(values), (10_000, len(values)))
     low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
-    return {"share": round(statistics.median(values), 4), "low": round(low, 4), "high": round(high, 4)}
+    quartiles = [round(float(each), 4) for each in np.quantile(values, (0.25, 0.75))]
+    return {
+        "share": round(statistics.median(values), 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
+        "quartiles": quartiles,
+    }
 
 
-def recovery(engine: NativeEngine, lost: list[Request], num_tokens: int) -> dict[str, object]:
-    """Half of every answer is in the log of a process that is gone."""
+def recovery(
+    gate: EngineGate, requests: Callable[[str, int], list[Request]], num_lost: int, num_tokens: int
+) -> dict[str, object]:
+    """Every round has prompts of its own: the engine would remember others."""
     half = num_tokens // 2
     said = np.arange(half, dtype=np.int32) % 100 + 1
-    with tempfile.TemporaryDirectory(dir=os.environ.get("RILL_BENCH_DIR")) as folder:
-        log = TokenLog(Path(folder), "rollout-0", JournalConfig())
-        for request in lost:
-            number = log.open(request.id, num_prompt=len(request.token_ids), base=0)
-            log.tokens(number, said, -said.astype(np.float32), np.ones(half, np.int32))
-        log.close()
-        began = time.perf_counter()
-        reader = LogReader(Path(folder))
-        assert all(reader.has_left(request.id.partition("/")[0]) for request in lost)
-        found = [reader.sequence(request.id) for request in lost]
-        assert all(each is not None and len(each.token_ids) == half for each in found)
-        find_s = time.perf_counter() - began
-    one = SamplingParams(max_new_tokens=1)
-    whole = [
-        Request(id=r.id, token_ids=np.concatenate([r.token_ids, said]), sampling=one, num_generated=half)
-        for r in lost
-    ]
-    began = time.perf_counter()
-    engine.generate(whole)
-    prefill_s = time.perf_counter() - began
-    share = round(find_s / prefill_s, 3)
+    found_s, recovered_s, prefill_s = [], [], []
+    for number in range(NUM_RECOVERIES):
+        with tempfile.TemporaryDirectory(dir=os.environ.get("RILL_BENCH_DIR")) as folder:
+            sampling = SamplingParams(max_new_tokens=half + 1, ignore_eos=True)
+            lost = [replace(each, sampling=sampling) for each in requests(f"lost{number}", num_lost)]
+            leave_behind(Path(folder), lost, said)
+            began_s = time.perf_counter()
+            reader = LogReader(Path(folder))
+            reader.read_all()
+            assert all(reader.sequence(request.id) is not None for request in lost)
+            found_s.append(time.perf_counter() - began_s)
+            log = TokenLog(Path(folder), "rollout-1", JournalConfig())
+            recovered_s.append(seconds_of(LoggedEngine(gate, log, decode=str), lost))
+            log.close()
+        one = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        whole = [
+            replace(each, token_ids=np.concatenate([each.token_ids, said]), sampling=one, num_generated=half)
+            for each in requests(f"whole{number}", num_lost)
+        ]
+        prefill_s.append(seconds_of(gate, whole))
+    times = [again_s / once_s for again_s, once_s in zip(recovered_s, prefill_s, strict=True)]
     return {
         "what": "recovery",
-        "sequences": len(lost),
-        "find_s": find_s,
-        "prefill_s": prefill_s,
-        "share": share,
+        "sequences": num_lost,
+        "found_s": round(statistics.median(found_s), 4),
+        "recovered_s": round(statistics.median(recovered_s), 4),
+        "prefill_s": round(statistics.median(prefill_s), 4),
+        "times_prefill": round(statistics.median(times), 3),
     }
+
+
+def leave_behind(folder: Path, lost: list[Request], said: TokenIds) -> None:
+    """The log of a process that is gone."""
+    log = TokenLog(folder, "rollout-0", JournalConfig())
+    for request in lost:
+        number = log.open(request.id, num_prompt=len(request.token_ids), base=0)
+        log.tokens(number, said, -said.astype(np.float32), np.ones(len(said), np.int32))
+    log.close()
+
+
+def seconds_of(asked: Asked, batch: list[Request]) -> float:
+    began_s = time.perf_counter()
+    for future in asked.submit(batch, 0):
+        future.result(600)
+    return time.perf_counter() - began_s
 
 
 if __name__ == "__main__":

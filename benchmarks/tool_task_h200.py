@@ -1,6 +1,6 @@
 """A pretrained model learns to use a tool: SmolLM2-135M-Instruct on questions that only a look-up can answer.
 
-    python benchmarks/tool_task_h200.py [--steps 80] [--root runs] [--small]
+    python benchmarks/tool_task_h200.py [--steps 40] [--root runs] [--small]
 
 The chains of rill.data.tasks.vault, asked in words: every vault holds other values, so nothing can be known by heart.
 The model is shown two conversations of the kind, calls `get` in the Hermes format, reads what it is told, and calls
@@ -121,7 +121,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="package:smollm2-135m-instruct")
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--held-out", type=int, default=256)

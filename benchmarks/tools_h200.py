@@ -39,6 +39,7 @@ from pydantic import Field
 
 from rill.envs.agent import Agents
 from rill.envs.base import Environment
+from rill.envs.reply import Context
 from rill.telemetry.run import Run
 from rill.types import Prompt
 from rill.workflows.grpo import GRPO
@@ -69,7 +70,8 @@ class ToolTurns(Environment):
             await asyncio.sleep(self.config.tool_s)
             return " and then "
 
-        times, asked = [], task
+        times: list[tuple[float, float, int]] = []
+        asked: Prompt | Context = task
         for number in range(self.config.turns):
             length, began_s = self._length(f"{agents.episode_id}/{number}"), time.time()
             reply = await agents.policy.generate(asked, max_new_tokens=length, ignore_eos=True)

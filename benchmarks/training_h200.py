@@ -101,17 +101,15 @@ def padded(samples: list[Sample]) -> list[Sample]:
     for s in samples:
         extra = longest - s.num_tokens
         t = s.trajectory
+        padding = {
+            name: np.pad(getattr(t, name), (0, extra))
+            for name in ("token_ids", "logprobs", "versions", "loss_mask", "turn_ids")
+        }
         out.append(
             dataclasses.replace(
                 s,
                 advantages=np.pad(s.advantages, (0, extra)),
-                trajectory=dataclasses.replace(
-                    t,
-                    **{
-                        name: np.pad(getattr(t, name), (0, extra))
-                        for name in ("token_ids", "logprobs", "versions", "loss_mask", "turn_ids")
-                    },
-                ),
+                trajectory=dataclasses.replace(t, **dict[str, Any](padding)),
             )
         )
     return out
@@ -169,14 +167,15 @@ def check_correct(device: str) -> None:
         return lm_trainer.engine.gradients(), lm_trainer.logprobs(samples)
 
     reference, logprobs = gradient(compute_dtype="float32")
-    for name, values in {
+    variants: dict[str, dict[str, Any]] = {
         "packed": {},
         "tree": {"tree_packing": True},
         "tree_float32": {"tree_packing": True, "compute_dtype": "float32"},
         "checkpointing": {"activation_checkpointing": "full"},
         "compiled": {"compile": True},
         "compiled_selective": {"compile": True, "activation_checkpointing": "selective"},
-    }.items():
+    }
+    for name, values in variants.items():
         found, lp = gradient(**{"compute_dtype": "bfloat16", **values})
         norm = torch.stack([g.norm() for g in reference.values()]).norm()
         error = torch.stack([(found[n] - g).norm() for n, g in reference.items()]).norm() / norm
@@ -264,7 +263,7 @@ def profile_step(trainer: QuickTrainer, shape: dict[str, Any], batch: list[Sampl
             trainer.update(batch)
         synchronize()
         wall_ms = 1e3 * (time.perf_counter() - start) / PROFILED_STEPS
-    kernels = [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in prof.events() if e.device_type == torch._C._autograd.DeviceType.CUDA]
     totals: dict[str, tuple[float, int]] = {}
     names: dict[str, tuple[float, int]] = {}
     for event in kernels:

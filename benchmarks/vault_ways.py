@@ -4,9 +4,9 @@ weights should be equal, bit by bit: the fingerprints tell.
 
     RILL_VERIFIERS_031_PYTHON=~/vf/bin/python python benchmarks/vault_ways.py [tool mcp base_url verifiers]
 
-All start from one model, warmed up as the recipe does it, and have the recipe's settings, the same questions, and an
-engine whose bits do not depend on the batch. Prints a JSON line a way: reward by step, held-out accuracy, a fingerprint
-of the weights, seconds. A run that has finished in --root is read and not made again.
+All start from one model, warmed up as the recipe does it, and have the recipe's settings at half its rate, the same
+questions, and an engine whose bits do not depend on the batch. Prints a JSON line a way: reward by step, held-out
+accuracy, a fingerprint of the weights, seconds. A run that has finished in --root is read and not made again.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def train(name: str, args: argparse.Namespace, recipe: str, *changes: str) -> No
 def measure(way: str, changes: list[str], args: argparse.Namespace) -> dict[str, object]:
     run = args.root / way
     start = [f"model.path={args.root / 'warm_up' / 'model'}", "sft.steps=0", f"loop.steps={args.steps}"]
+    start += ["trainer.optimizer.learning_rate=2e-4", "eval.every=10"]
     held_out = ["eval.num_prompts=0", f"eval.sets=[{HELD_OUT}]"]
     began_s = time.monotonic()
     train(way, args, "vault", *start, *held_out, "rollout.engine.batch_invariant=true", *changes)

@@ -21,8 +21,7 @@ class BetterHalf(PolicyLoss):
         high: float = Field(0.2, gt=0)
         """How far the ratio may rise above 1."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         log_ratio_N = log_ratio(batch.logprobs_N, batch.old_logprobs_N)

@@ -85,7 +85,6 @@ PACKAGE_OF = {
 
 COMES_WITH = {
     "pydantic_core": "pydantic",
-    "starlette": "fastapi",
     "jinja2": "transformers",
     "tokenizers": "transformers",
     "huggingface_hub": "transformers",

@@ -45,7 +45,6 @@ from rill.algorithms.corrections.base import Correction
 from rill.algorithms.distill import DistillationConfig, distilled_advantages
 from rill.algorithms.estimate import as_samples, fill_advantages
 from rill.algorithms.filters import FilterConfig, Verdict, group_verdict
-from rill.algorithms.fit import check_run
 from rill.algorithms.kl import KL_CONTROLLERS, FixedKL, KLConfig, kl_penalty
 from rill.algorithms.losses import LOSSES
 from rill.algorithms.losses.base import PolicyLoss
@@ -55,7 +54,7 @@ from rill.algorithms.presets import expand
 from rill.algorithms.segments import last_trained, seq_sum
 from rill.config.base import Config, OneOf, PartConfig
 from rill.errors import ConfigError, InvalidSampleError
-from rill.types import Sample, SamplingParams, Trajectory
+from rill.types import Sample, Trajectory
 
 _SAMPLE_NEEDS = frozenset({Need.VALUES, Need.REF_LOGPROBS, Need.REWARD_LOGPROBS, Need.ENERGIES})
 """What stages between the engines and the trainer write into samples."""
@@ -142,25 +141,6 @@ class Algorithm:
         """True where advantages() can run as soon as a group is whole, wherever it lies."""
         return self.scope is not Scope.BATCH and not self.advantage_needs
 
-    def check_run(
-        self,
-        *,
-        workflow: str,
-        provides: frozenset[Need],
-        group_size: int,
-        num_steps: int = 1,
-        sampling: SamplingParams | None = None,
-    ) -> None:
-        """Raise ConfigError where this algorithm cannot run so; see rill.algorithms.fit. At configuration time."""
-        check_run(
-            self,
-            workflow=workflow,
-            provides=provides,
-            group_size=group_size,
-            num_steps=num_steps,
-            sampling=sampling,
-        )
-
     # --- groups and their advantages ----------------------------------------------------------------------
 
     def keep(self, trajectories: Sequence[Trajectory]) -> Verdict:
@@ -195,14 +175,22 @@ class Algorithm:
         rewards_G: npt.ArrayLike,
         lengths_G: npt.ArrayLike | None = None,
         greedy_reward: float | None = None,
-    ) -> npt.NDArray[np.float32]:
+    ) -> npt.NDArray[np.float64]:
         """The scalars of a group estimator, one to each episode."""
-        if not isinstance(self.advantage, GroupAdvantage) or not self.is_group_scoped:
-            raise ConfigError(
-                f"advantage {self.config.advantage.type!r} (KL in the {self.config.kl.place}) needs more than one "
-                "group's rewards: call advantages"
+        estimator, name = self.advantage, self.config.advantage.type
+        assert isinstance(estimator, GroupAdvantage), f"advantage {name!r} is of tokens"
+        if estimator.reads_lengths and lengths_G is None:
+            raise InvalidSampleError(
+                f"advantage {name!r} weighs samples by their trained tokens: give lengths_G"
             )
-        return self._of_group(self.advantage, rewards_G, lengths_G, greedy_reward).astype(np.float32)
+        rewards, lengths = checked_group(rewards_G, lengths_G)
+        if Need.GREEDY_BASELINE in estimator.needs and (
+            greedy_reward is None or not np.isfinite(greedy_reward)
+        ):
+            raise InvalidSampleError(
+                f"advantage {name!r} needs the reward of a greedy answer, got {greedy_reward}"
+            )
+        return estimator.group(rewards, lengths, greedy_reward)
 
     def batch_advantages(self, batch: AdvantageBatch, reduce: Reduce = one_rank) -> Advantages:
         """Advantages of every token of one rank; works for every estimator.
@@ -299,26 +287,6 @@ class Algorithm:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _of_group(
-        self,
-        estimator: GroupAdvantage,
-        rewards_G: npt.ArrayLike,
-        lengths_G: npt.ArrayLike | None,
-        greedy_reward: float | None,
-    ) -> npt.NDArray[np.float64]:
-        if estimator.reads_lengths and lengths_G is None:
-            raise InvalidSampleError(
-                f"advantage {self.config.advantage.type!r} weighs samples by their trained tokens: give lengths_G"
-            )
-        rewards, lengths = checked_group(rewards_G, lengths_G)
-        if Need.GREEDY_BASELINE in estimator.needs and (
-            greedy_reward is None or not np.isfinite(greedy_reward)
-        ):
-            raise InvalidSampleError(
-                f"advantage {self.config.advantage.type!r} needs the reward of a greedy answer, got {greedy_reward}"
-            )
-        return estimator.group(rewards, lengths, greedy_reward)
-
     def _group_by_group(
         self, estimator: GroupAdvantage, batch: AdvantageBatch, penalty_S: Tensor
     ) -> Advantages:
@@ -340,7 +308,7 @@ class Algorithm:
             size = len(first)
             of_episode = rewards[members][first] - np.bincount(number, penalty[members], size)
             length = np.bincount(number, lengths[members], size)
-            advantages_S[members] = self._of_group(estimator, of_episode, length, greedy)[number]
+            advantages_S[members] = self.group_advantages(of_episode, length, greedy)[number]
         on_device_S = torch.from_numpy(advantages_S).to(batch.mask_N)
         return Advantages(
             advantages_N=on_device_S[batch.seq_N] * batch.mask_N,

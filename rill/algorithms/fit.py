@@ -1,6 +1,6 @@
 """Whether an algorithm can run in a workflow, said at configuration time and in one line.
 
-Callers: a workflow's config, through Algorithm.check_run. The workflow says what it can launch; the trainer itself
+Callers: a workflow's config. The workflow says what it can launch; the trainer itself
 provides the rest.
 """
 
@@ -35,8 +35,8 @@ def check_run(
     workflow: str,
     provides: frozenset[Need],
     group_size: int,
-    num_steps: int,
-    sampling: SamplingParams | None,
+    num_steps: int = 1,
+    sampling: SamplingParams | None = None,
 ) -> None:
     """Raise ConfigError where the algorithm lacks something, or where something would be launched for nothing."""
     name, advantage = algorithm.config.type, algorithm.config.advantage.type

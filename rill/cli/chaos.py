@@ -1,7 +1,7 @@
 """`rill chaos`: hurt a real run at random moments, from a seed, and check what rill promises of it.
 
-    undisturbed run ─────────────────────────────────────────────┐
-    the same run, hurt: kill, stop, slow, disconnect, driver, disk ──▶ what held ──▶ printed, RUN/chaos.json
+    undisturbed run, where its bits are promised ──────────────────────────────┐
+    the run, hurt: kill, stop, slow, disconnect, memory, node, driver, disk ──▶ what held ──▶ printed, RUN/chaos.json
 
 The runs are `rill train` in processes of their own; the harness only sends signals and reads the run folders.
 """
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import psutil
 import typer
 
+from rill.cli.arguments import RUNS, Root
 from rill.cli.config import load_and_resolve
 from rill.cli.console import complain, say
 from rill.envs.events import BEGUN
@@ -34,8 +35,8 @@ from rill.errors import UserError
 from rill.journal.reader import LogReader, segments
 from rill.journal.records import Event, Segment
 from rill.journal.token_log import FOLDER
-from rill.telemetry.metrics import METRICS_FILE
-from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, write_atomically
+from rill.telemetry.metrics import METRICS_FILE, read_metrics
+from rill.telemetry.run import Run, RunStatus, write_atomically
 
 if TYPE_CHECKING:
     from rill.workflows.rl_config import RLConfig
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 CHAOS_FILE = "chaos.json"
-KINDS = {"kill": 8, "stop": 4, "slow": 2, "disconnect": 2, "driver": 1, "disk": 1}
+KINDS = {"kill": 16, "stop": 8, "slow": 4, "disconnect": 4, "memory": 1, "node": 1, "driver": 1, "disk": 1}
 """With how often each is chosen."""
 SMALL_DISK_BYTES = 1 << 30
 """Only a file system of at most this size is filled."""
@@ -52,6 +53,9 @@ WHILE_IT_RECOVERS = 0.1
 never come to a step."""
 CALM_AFTER = 0.75
 """Of its time a run is hurt no more, so that it can end."""
+SPREAD = 0.8
+"""Of its steps all faults have come: where there are fewer by then, the next comes sooner."""
+SOONER = 0.1
 SETTINGS = ("loop.max_relaunches=100000", "journal.keep=true")
 GOOD = (True, "not promised here")
 EXACT = "rollout.engine.batch_invariant=true"
@@ -69,20 +73,22 @@ class Fault:
 def chaos(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or file; a small one.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as loop.steps=20.")] = None,
-    faults: Annotated[int, typer.Option("--faults", help="Hurt it at most so often.")] = 20,
+    faults: Annotated[int, typer.Option("--faults", help="Hurt it so often, if it lasts long enough.")] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Decides what is done to whom, and when.")] = 0,
-    every_s: Annotated[float, typer.Option("--every", help="Seconds between two faults, on average.")] = 2.0,
+    every_s: Annotated[
+        float, typer.Option("--every", help="Seconds between two faults; fewer where steps are few.")
+    ] = 2.0,
     kinds: Annotated[
         str, typer.Option("--kinds", help=f"Of {', '.join(KINDS)}; disk needs a small one.")
     ] = "",
-    root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
+    root: Root = RUNS,
     timeout_s: Annotated[
         float, typer.Option("--timeout", help="Seconds that the hurt run may take.")
     ] = 3600.0,
 ) -> None:
-    """Run a recipe twice, once undisturbed and once while processes are killed, stopped, slowed down and cut off at
-    random, and say what held: it finishes, every group is trained on once, every token has its record, no tool ran
-    twice, nothing is left behind and, where the run is synchronous, the weights are the same to the last bit.
+    """Run a recipe while processes are killed, stopped, slowed down and cut off at random, and say what held: it
+    finishes, every group is trained on once, every token has its record, no tool ran twice, nothing is left behind
+    and, where the run is synchronous, the weights are those of an undisturbed run before it to the last bit.
 
     Ends with exit code 1 when something did not hold. What was done is in the run folder, in chaos.json.
 
@@ -106,14 +112,16 @@ def chaos(
         )
     if config.rollout.engine.type == "native":
         changes.append(EXACT)
-    say("the undisturbed run")
-    calm = Trained(recipe, changes, root, f"chaos-{seed}-calm")
-    if calm.process.wait(timeout_s) != 0:
-        raise UserError(f"the undisturbed run fails too: {calm.said()}")
-    say(f"the same run, hurt up to {faults} times")
+    calm = None
+    if is_exact(config):
+        say("the undisturbed run")
+        calm = Trained(recipe, changes, root, f"chaos-{seed}-calm")
+        if calm.process.wait(timeout_s) != 0:
+            raise UserError(f"the undisturbed run fails too: {calm.said()}")
+    say(f"the run, hurt up to {faults} times")
     hurt = Trained(recipe, changes, root, f"chaos-{seed}-hurt")
-    done = Harness(hurt, random.Random(seed), chosen, every_s).run(faults, timeout_s)
-    held = what_held(config, calm.run(), hurt.run(), hurt)
+    done = Harness(hurt, random.Random(seed), chosen, every_s, config.loop.steps).run(faults, timeout_s)
+    held = what_held(config, calm.run() if calm else None, hurt.run(), hurt)
     report = {"seed": seed, "faults": [asdict(fault) for fault in done], "held": held}
     write_atomically(hurt.run().path / CHAOS_FILE, json.dumps(report, indent=1))
     counts = {kind: sum(fault.kind == kind for fault in done) for kind in chosen}
@@ -176,11 +184,15 @@ class Trained:
 class Harness:
     """Hurts a run until it ends."""
 
-    def __init__(self, hurt: Trained, rng: random.Random, kinds: list[str], every_s: float) -> None:
+    def __init__(
+        self, hurt: Trained, rng: random.Random, kinds: list[str], every_s: float, num_steps: int
+    ) -> None:
         self._hurt = hurt
         self._rng = rng
         self._kinds = kinds
         self._every_s = every_s
+        self._num_steps = num_steps
+        self._newest_step = 0
         self._size = 0
         self._may_strike_again = True
 
@@ -189,6 +201,8 @@ class Harness:
         done: list[Fault] = []
         while time.monotonic() - started_s < timeout_s:
             wait_s = min(self._rng.expovariate(1 / self._every_s), 5 * self._every_s)
+            if len(done) < num_faults * self._newest_step / (SPREAD * self._num_steps):
+                wait_s *= SOONER
             if time.monotonic() - started_s > CALM_AFTER * timeout_s:
                 num_faults = len(done)
             if len(done) >= num_faults:
@@ -218,6 +232,7 @@ class Harness:
         size = path.stat().st_size if path.exists() else 0
         before, self._size = self._size, size
         if size > before:  # a step was taken
+            self._newest_step = max([self._newest_step, *(row.step for row in read_metrics(self._hurt.path))])
             self._may_strike_again = True
             return True
         is_due = self._may_strike_again and self._rng.random() < WHILE_IT_RECOVERS
@@ -236,6 +251,15 @@ class Harness:
         if kind == "driver":
             target = "driver"
             self._hurt.process.kill()
+            self._hurt.process.wait()  # so that no other fault comes before it is resumed
+        elif kind == "node":
+            with contextlib.suppress(psutil.Error):  # with its agent ends all that it has started
+                if (agent := workers[target].parent()) is not None:
+                    agent.kill()
+            target = "agent"
+        elif kind == "memory":  # what a kernel does that has none left
+            target = max(named, key=lambda name: _resident_bytes(workers[name]))
+            _signal(workers[target], signal.SIGKILL)
         elif kind == "disk":
             target = str(self._hurt.path)
             self._fill_disk(lasts_s)
@@ -273,12 +297,15 @@ class Harness:
         psutil.wait_procs(self._hurt.everybody.values(), timeout=60)
 
 
-def what_held(config: RLConfig, calm: Run, hurt: Run, process: Trained) -> dict[str, Any]:
-    """Every promise: True, or what was found instead."""
+def is_exact(config: RLConfig) -> bool:
+    """Whether two runs of it end with the same bits."""
+    return config.loop.max_lag == 0 and not config.loop.overprovision
+
+
+def what_held(config: RLConfig, calm: Run | None, hurt: Run, process: Trained) -> dict[str, Any]:
+    """Every promise: True, or what was found instead. `calm`: the undisturbed run, where its bits are promised."""
     loop = config.loop
     left = [p.pid for p in psutil.wait_procs(process.everybody.values(), timeout=30)[1]]
-    is_exact = loop.max_lag == 0 and not loop.overprovision
-    same = _weights(hurt) == _weights(calm)
     log = LogReader(hurt.path)
     log.read_all()
     return {
@@ -286,9 +313,9 @@ def what_held(config: RLConfig, calm: Run, hurt: Run, process: Trained) -> dict[
         "every group is trained on once": _first(_batches(log, loop.steps, loop.prompts_per_step)),
         "every token trained on has its record": _first(_records(log, config.rollout.group_size)),
         "no tool ran twice": _first(_tools(hurt)),
-        "the weights are the same to the last bit": (same or "they differ")
-        if is_exact
-        else "not promised here",
+        "the weights are the same to the last bit": "not promised here"
+        if calm is None
+        else _weights(hurt) == _weights(calm) or "they differ",
         "nothing is left behind": not left or f"processes {left}",
     }
 
@@ -339,6 +366,12 @@ def _weights(run: Run) -> str:
 def _signal(process: psutil.Process, number: int) -> None:
     with contextlib.suppress(psutil.Error):
         process.send_signal(number)
+
+
+def _resident_bytes(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_info().rss)
+    return 0
 
 
 def _is_small(root: Path) -> bool:

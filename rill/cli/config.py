@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rill.cli.arguments import recipe_names
+from rill.cli.arguments import AsJson, recipe_names
 from rill.cli.console import complain, say, say_json
 from rill.config import Config, dump_config, load_recipe, resolve
 from rill.config.files import RecipeValues
@@ -39,7 +39,7 @@ def config() -> None:
 def show(
     recipe: Recipe,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print values and sources as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the resolved configuration as TOML, each value with its source.
 
@@ -103,7 +103,12 @@ def load_and_resolve(recipe: str, overrides: list[str] | None) -> tuple[RecipeVa
     for note in loaded.dropped:
         complain(f"note: {note}")
     check_known(loaded)
-    schema = recipe_schema(loaded.values, str(loaded.path))
-    resolved = resolve(schema, loaded.values, loaded.provenance, str(loaded.path))
+    return loaded, resolved_recipe(loaded)
+
+
+def resolved_recipe(values: RecipeValues) -> Config:
+    """As its workflow's Config has it; its keys are remembered, so that the next misspelt one is answered at once."""
+    schema = recipe_schema(values.values, str(values.path))
+    resolved = resolve(schema, values.values, values.provenance, str(values.path))
     remember(resolved)
-    return loaded, resolved
+    return resolved

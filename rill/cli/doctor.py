@@ -1,8 +1,7 @@
 """`rill doctor`: is this machine ready, and if not, what to do about it; `rill doctor RUN`: what is wrong with a run.
 
 Looks at the machine as a run would find it: interpreter, libraries, devices, memory, limits, optional libraries.
-Optional libraries are looked up, not imported, because some take many seconds; `--deep` imports each in a process of
-its own, so that one that crashes is reported and not felt.
+Optional libraries are looked up, not imported, because some take many seconds.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
@@ -25,9 +23,9 @@ import typer
 
 from rill.cli.arguments import RUNS, AsJson, Root
 from rill.cli.console import say, say_json, say_table
+from rill.errors import UnsupportedError
 from rill.telemetry.run import Run
 
-IMPORT_TIMEOUT_S = 120
 _GIB = 1 << 30
 
 EXTRAS: dict[str, tuple[str, str, str]] = {
@@ -77,7 +75,6 @@ _STYLES = {
 def doctor(
     run: Annotated[str, typer.Argument(help="A run's name or folder: say what is wrong with it.")] = "",
     root: Root = RUNS,
-    deep: Annotated[bool, typer.Option("--deep", help="Import every optional library too (slow).")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what is installed, which devices there are, which optional parts work, and what to do about each.
@@ -89,13 +86,12 @@ def doctor(
     Examples:
       rill doctor
       rill doctor demo        what is wrong with the run runs/demo
-      rill doctor --deep      import every optional library too
       rill doctor --json
     """
     if run:
         _doctor_run(Run.open(run, root=root), as_json)
         return
-    findings = list(examine(deep=deep))
+    findings = list(examine())
     if as_json:
         say_json([finding._asdict() for finding in findings])
     else:
@@ -129,7 +125,7 @@ def _doctor_run(run: Run, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def examine(*, deep: bool = False) -> Iterator[Finding]:
+def examine() -> Iterator[Finding]:
     """Everything the report says, in its order."""
     yield _python()
     yield from _libraries()
@@ -141,8 +137,9 @@ def examine(*, deep: bool = False) -> Iterator[Finding]:
     yield _compiler()
     yield _headers()
     yield _sandbox()
+    yield _containers()
     for module in EXTRAS:
-        yield _extra(module, deep=deep)
+        yield _extra(module)
 
 
 def _python() -> Finding:
@@ -286,7 +283,7 @@ def install_line(**packages: str) -> str:
 
 def _sandbox() -> Finding:
     """What keeps programs of the code reward and of tools away from this machine."""
-    from rill.envs.sandbox.bubblewrap import missing
+    from rill.envs.sandbox import missing
 
     problem = missing()
     if problem is not None:
@@ -298,32 +295,24 @@ def _sandbox() -> Finding:
     return Finding("sandbox", State.OK, "bubblewrap")
 
 
-def _extra(module: str, *, deep: bool, run: Callable[[str], str] | None = None) -> Finding:
+def _containers() -> Finding:
+    """The other sandbox: wanted only where an image is."""
+    from rill.envs.sandbox.container import find_cli
+
+    try:
+        return Finding("containers", State.OK, os.path.basename(find_cli()))
+    except UnsupportedError as error:
+        return Finding("containers", State.ABSENT, "none", f'sandbox = "container": {error}')
+
+
+def _extra(module: str) -> Finding:
     package, extra, purpose = EXTRAS[module]
-    install = f'for {purpose}: pip install "rill[{extra}]"'
     if importlib.util.find_spec(module) is None:
-        return Finding(package, State.ABSENT, "not installed", install)
+        return Finding(package, State.ABSENT, "not installed", f'for {purpose}: pip install "rill[{extra}]"')
     try:
-        version = metadata.version(package)
+        return Finding(package, State.OK, metadata.version(package))
     except metadata.PackageNotFoundError:
-        version = "unknown version"
-    failure = (run or _import_failure)(module) if deep else ""
-    if failure:
-        return Finding(package, State.WARNING, f"{version}, does not import: {failure}", install)
-    return Finding(package, State.OK, f"{version}{', imports' if deep else ''}")
-
-
-def _import_failure(module: str) -> str:
-    """Why a library does not import; empty when it does."""
-    command = [sys.executable, "-c", f"import {module}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return f"still importing after {IMPORT_TIMEOUT_S} s"
-    if done.returncode == 0:
-        return ""
-    lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"ended with status {done.returncode}"
+        return Finding(package, State.OK, "unknown version")
 
 
 def _verdict(findings: list[Finding]) -> str:

@@ -35,7 +35,7 @@ from rill.registry import load_target
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("rill.cli.train:app", "Train a model from a recipe, or resume a run"),
-    "recipes": ("rill.cli.recipes:app", "List the runs that can be started, or read one"),
+    "recipes": ("rill.cli.recipes:app", "List the runs that can be started, or copy one"),
     "config": ("rill.cli.config:app", "Show a resolved configuration and where each value came from"),
     "eval": ("rill.cli.eval:app", "Evaluate a run's model, or any other, on a task"),
     "plan": ("rill.cli.plan:app", "Find which worker should run on which devices, from a profile"),

@@ -3,26 +3,23 @@ train` means: `choose`."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from rill import __version__
+from rill.cli.arguments import RUNS, AsJson, Root
 from rill.cli.console import say, say_json, say_table
 from rill.config.files import RecipeValues, load_recipe
 from rill.config.recipes import list_recipes
-from rill.config.resolve import resolve
-from rill.errors import PlanError, UserError
-from rill.planning.cost import Pin, Problem
-from rill.planning.graph import Graph
+from rill.errors import UserError
+from rill.planning.cost import Problem
 from rill.planning.picture import draw
 from rill.planning.pilot import Pilot
-from rill.planning.plan import Plan, parse_ids
+from rill.planning.plan import Plan
 from rill.planning.plan import choose as choose_plan
 from rill.planning.profile import Profile, merge_all
 from rill.planning.profiler import find_profile
@@ -38,7 +35,7 @@ from rill.planning.recipe import (
     words,
 )
 from rill.planning.search import Found, Mode
-from rill.telemetry.run import RUNS_FOLDER, Run
+from rill.telemetry.run import Run
 
 if TYPE_CHECKING:
     from rill.workflows.rl_config import RLConfig
@@ -50,7 +47,7 @@ NUM_ROUNDS = 2
 
 Target = Annotated[
     str,
-    typer.Argument(help="A recipe, a run, or a graph file.", metavar="RECIPE|RUN|GRAPH", show_default=False),
+    typer.Argument(help="A recipe or a run.", metavar="RECIPE|RUN", show_default=False),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, such as cluster.devices=4.")
@@ -67,12 +64,9 @@ Devices = Annotated[
         "--devices", "-n", help='How many: "64", or by kind, "gpu=64,cpu=128". Default: the recipe\'s.'
     ),
 ]
-Batch = Annotated[int | None, typer.Option(help="Items of a step, where a graph file does not say.")]
-Lag = Annotated[int, typer.Option(help="Of a graph file: steps that generation may be ahead of training.")]
 OtherOk = Annotated[
     bool, typer.Option("--other-ok", help="Take a profile of another model, machine or version of rill.")
 ]
-Root = Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")]
 
 
 @app.command()
@@ -81,12 +75,7 @@ def plan(
     overrides: Overrides = None,
     profile: Profiles = None,
     devices: Devices = "",
-    batch: Batch = None,
-    lag: Lag = 0,
     mode: Annotated[Mode, typer.Option(help="Which plans to look at.")] = Mode.AUTO,
-    pin: Annotated[
-        list[str] | None, typer.Option(help='What is decided already: "actor=0-7", "rollout=gpu:16".')
-    ] = None,
     other_ok: OtherOk = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is stored.")] = False,
     graph: Annotated[
@@ -94,8 +83,8 @@ def plan(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan to this file.")] = None,
     save_profile: Annotated[Path | None, typer.Option(help="Write the profile that was used.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    root: Root = Path(RUNS_FOLDER),
+    as_json: AsJson = False,
+    root: Root = RUNS,
 ) -> None:
     """Find the fastest plan: who shares devices, who has its own, how many, in what chunks.
 
@@ -105,16 +94,12 @@ def plan(
       rill plan demo -n 64 -o plan.toml                 the same, for a machine with 64 devices
       rill train demo cluster.devices=2 --plan plan.toml
       rill plan runs/demo                               from the figures of a run
-      rill plan grpo.graph.toml -p h100.toml -n 64
+      rill plan demo -p h100.toml -n 64                 from a profile of another machine
       rill plan demo --graph mermaid                    the workflow as a picture
     """
-    if graph is not None and not profile and is_graph_file(target):
-        say(draw(Graph.load(target).collapsed(), graph))
-        return
     asked = read_question(
-        target, overrides, profile, devices, batch, lag, is_other_ok=other_ok, is_fresh=fresh, root=root,
-        pins=pin or (), is_quiet=as_json,
-    )  # fmt: skip
+        target, overrides, profile, devices, is_other_ok=other_ok, is_fresh=fresh, root=root, is_quiet=as_json
+    )
     if save_profile is not None:
         save_profile.write_text(asked.profile.dumps(), encoding="utf-8")
         say(f"{save_profile}: the profile of {', '.join(asked.profile.workers)}")
@@ -149,39 +134,23 @@ def read_question(
     overrides: Sequence[str] | None,
     profiles: Sequence[str] | None,
     devices: str,
-    batch: int | None,
-    lag: int,
     *,
     is_other_ok: bool,
     root: Path,
     is_fresh: bool = False,
-    pins: Sequence[str] = (),
     is_quiet: bool = False,
 ) -> Question:
-    """From a graph file and profiles, or from a recipe or a run and what is measured of it."""
+    """From a recipe or a run, and profiles or what is measured of it."""
     used = merge_all(Profile.load(source) for source in profiles) if profiles else None
-    if is_graph_file(target):
-        if used is None:
-            raise UserError(f"{target} is a graph: give a profile of its workers (--profile FILE)")
-        notes = used.check({"version": __version__}, is_other_ok=is_other_ok)
-        graph = Graph.load(target)
-        problem = Problem(
-            graph=(graph if batch is None else replace(graph, batch=batch)).collapsed(),
-            workers=used.costs(),
-            pools=used.pools(_counts(devices, used)),
-            lag=lag,
-        )
-        return Question(problem=_pinned(problem, pins), profile=used, notes=notes)
     run = _find_run(target, root)
     names = [recipe.name for recipe in list_recipes()]
     if run is None and target not in names and not Path(target).is_file():
-        raise UserError(f"{target!r} is no recipe, run or graph file; the recipes are {', '.join(names)}")
+        raise UserError(f"{target!r} is no recipe or run; the recipes are {', '.join(names)}")
     values = load_recipe(target if run is None else run.config_path, overrides or ())
-    asked = of_recipe(
+    return of_recipe(
         values, used=used, run=run, root=root, is_other_ok=is_other_ok, is_fresh=is_fresh,
         num_devices=_counts(devices, used) if devices else None, num_rounds=NUM_ROUNDS, is_quiet=is_quiet,
     )  # fmt: skip
-    return replace(asked, problem=_pinned(asked.problem, pins))
 
 
 def of_recipe(
@@ -199,7 +168,7 @@ def of_recipe(
     """Of a recipe: with the given profile, else that of its run, else what is stored or measured now."""
     config = rl_config(values)
     asked = devices_on_paper(num_devices) if num_devices is not None else None
-    devices = asked if asked and used is not None else devices_of(config)
+    devices = asked if asked is not None and used is not None else devices_of(config)
     notes: list[str] = []
     if used is not None:
         mine = identity_of(config, len(devices), "")
@@ -212,7 +181,9 @@ def of_recipe(
             config, values.provenance, devices, root=root, start=_start, num_rounds=num_rounds,
             is_fresh=is_fresh, say=(lambda _: None) if is_quiet else say,
         )  # fmt: skip
-    problem = problem_of(config, values.provenance if run is None else {}, used, asked or devices)
+    problem = problem_of(
+        config, values.provenance if run is None else {}, used, devices if asked is None else asked
+    )
     if config.sft.steps and run is None:
         notes.append("answers were measured before the supervised steps, and may be shorter after them")
     return Question(problem=problem, profile=used, notes=notes)
@@ -261,10 +232,10 @@ def _start(config: RLConfig, run: Run, pilot: Pilot) -> None:
 
 
 def rl_config(values: RecipeValues) -> RLConfig:
-    from rill.workflows import recipe_schema
+    from rill.cli.config import resolved_recipe
     from rill.workflows.rl_config import RLConfig
 
-    config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
+    config = resolved_recipe(values)
     if not isinstance(config, RLConfig):
         raise UserError(
             f"workflow {values.values['workflow']!r} has one group of workers: there is nothing to plan"
@@ -306,16 +277,6 @@ def _say_plan(made: Plan, out: Path | None) -> None:
 # --- reading what the command was given -------------------------------------------------------------------
 
 
-def is_graph_file(target: str) -> bool:
-    path = Path(target)
-    if path.suffix != ".toml" or not path.is_file():
-        return False
-    try:
-        return "nodes" in tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"cannot read {target}: {error}") from None
-
-
 def _find_run(target: str, root: Path) -> Run | None:
     """A folder under `root` only where no recipe has that name: `rill plan demo` is the recipe."""
     if target in [recipe.name for recipe in list_recipes()]:
@@ -328,8 +289,6 @@ def _find_run(target: str, root: Path) -> Run | None:
 
 def _counts(devices: str, used: Profile | None) -> dict[str, int]:
     kinds = used.kinds() if used is not None else ["cpu"]
-    if not devices:
-        raise UserError('how many devices? Give --devices 8, or --devices "gpu=64,cpu=128"')
     counts = {}
     for part in devices.split(","):
         kind, equals, count = part.strip().rpartition("=")
@@ -339,19 +298,3 @@ def _counts(devices: str, used: Profile | None) -> dict[str, int]:
             )
         counts[kind if equals else kinds[0]] = int(count)
     return counts
-
-
-def _pinned(problem: Problem, pins: Sequence[str]) -> Problem:
-    return replace(problem, pins={**problem.pins, **dict(_pin(text) for text in pins)})
-
-
-def _pin(text: str) -> tuple[str, Pin]:
-    worker, equals, what = text.partition("=")
-    if not equals:
-        raise UserError(
-            f'--pin {text!r}: write WORKER=IDS ("actor=0-7") or WORKER=KIND:COUNT ("rollout=gpu:16")'
-        )
-    kind, colon, count = what.partition(":")
-    if colon and count.isdigit():
-        return worker, Pin(kind=kind, devices=int(count))
-    return worker, Pin(ids=parse_ids(what))

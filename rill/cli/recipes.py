@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rill.cli.arguments import AsJson
 from rill.cli.console import say, say_json, say_table
 from rill.config.recipes import find_recipe, list_recipes, recipe_folders
 from rill.errors import UserError
@@ -16,15 +17,12 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.callback(invoke_without_command=True)
-def recipes(
-    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
+def recipes(context: typer.Context, as_json: AsJson = False) -> None:
     """List the recipes: runs that can be started by name.
 
     \b
     Examples:
       rill recipes                   what there is
-      rill recipes show demo         read one
       rill recipes copy demo mine    start your own from it, in ./recipes/mine.toml
     """
     if context.invoked_subcommand is not None:
@@ -37,17 +35,6 @@ def recipes(
     else:
         searched = ", ".join(str(folder) for folder in recipe_folders()) or "./recipes"
         say(f"no recipes in {searched}")
-
-
-@app.command()
-def show(recipe: Annotated[str, typer.Argument(help="A recipe's name or path.")]) -> None:
-    """Print a recipe's file.
-
-    \b
-    Example:
-      rill recipes show demo
-    """
-    say(find_recipe(recipe).read_text(encoding="utf-8").rstrip("\n"))
 
 
 @app.command()

@@ -42,7 +42,7 @@ def serve_model(
     Examples:
       rill serve demo                               the model of that run
       rill serve Qwen/Qwen2.5-0.5B-Instruct
-      rill serve models/tiny --port 9000 --replicas 2 engine.max_context=4096 server.requests_per_minute=600
+      rill serve models/tiny --port 9000 --replicas 2 engine.max_context=4096 server.max_concurrent=64
       rill serve models/tiny adapters.math=adapters/math
       rill serve models/large --tensor-parallel-size 2
       RILL_API_KEYS=k1,k2 RILL_ADMIN_KEY=secret rill serve models/tiny --host 0.0.0.0

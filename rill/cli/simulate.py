@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
+from rill.cli.arguments import RUNS, AsJson, Root
 from rill.cli.console import say, say_json, say_table
-from rill.cli.plan import Batch, Devices, Lag, OtherOk, Overrides, Profiles, Root, Target, read_question
+from rill.cli.plan import Devices, OtherOk, Overrides, Profiles, Target, read_question
 from rill.errors import UserError
 from rill.planning.plan import Plan
 from rill.planning.price import price
 from rill.planning.scaling import Scaling, doublings, draw_svg, scale
 from rill.planning.search import Mode
 from rill.planning.simulator import Weather, simulate
-from rill.telemetry.run import RUNS_FOLDER
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -28,8 +28,6 @@ def simulate_command(
     profile: Profiles = None,
     devices: Devices = "",
     first: Annotated[int, typer.Option("--from", help="The smallest size; sizes double from there.")] = 0,
-    batch: Batch = None,
-    lag: Lag = 0,
     mode: Annotated[Mode, typer.Option(help="Which plans to look at.")] = Mode.AUTO,
     plan: Annotated[Path | None, typer.Option(help="Run this plan instead of searching for one.")] = None,
     steps: Annotated[int, typer.Option(help="Steps to simulate at each size.")] = 5,
@@ -42,19 +40,19 @@ def simulate_command(
     svg: Annotated[
         Path | None, typer.Option(help="Draw efficiency and time by phase into this file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    root: Root = Path(RUNS_FOLDER),
+    as_json: AsJson = False,
+    root: Root = RUNS,
 ) -> None:
     """Simulate steps on clusters from a few devices to --devices, each with its best plan.
 
     \b
     Examples:
       rill simulate demo --devices 64                      from the figures of the run "demo"
-      rill simulate grpo.graph.toml -p h100.toml -n 1024 --svg scaling.svg
-      rill simulate grpo.graph.toml -p h100.toml -n 256 --failures-per-hour 0.001 --slow 0.01:1.5
+      rill simulate demo -p h100.toml -n 1024 --svg scaling.svg
+      rill simulate demo -p h100.toml -n 256 --failures-per-hour 0.001 --slow 0.01:1.5
     """
     asked = read_question(
-        target, overrides, profile, devices, batch, lag, is_other_ok=other_ok, root=root, is_quiet=as_json
+        target, overrides, profile, devices, is_other_ok=other_ok, root=root, is_quiet=as_json
     )
     problem, notes = asked.problem, asked.notes
     slow_share, slow_factor = _slow(slow)

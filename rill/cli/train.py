@@ -7,6 +7,7 @@ misspelt name is answered at once.
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ import typer
 from rill.cli.arguments import RUNS, Root, recipe_names
 from rill.cli.console import say, waiting
 from rill.config.files import RecipeValues, load_recipe
-from rill.config.known import check_known, remember
+from rill.config.known import check_known
 from rill.config.resolve import dump_config, resolve
 from rill.errors import UnsupportedError, UserError
 from rill.telemetry.run import Run, RunStatus
@@ -77,12 +78,35 @@ def train(
     if resume:
         if plan:
             raise UserError("--plan is for a new run: a resumed one goes on with the plan that it has")
+        run = Run.open(resume, root=root)
         # with --resume there is no recipe, so the first word is a change
-        _go_on(Run.open(resume, root=root), [*([recipe] if recipe else []), *changes])
+        changes = [*([recipe] if recipe else []), *changes]
+        if run.state().status is RunStatus.FINISHED and not changes:
+            raise UserError(
+                f"{run.path} has finished: to continue it, change something, such as loop.steps=200"
+            )
+        values = load_recipe(run.config_path, changes)
+        with _agent_ahead(values):
+            _go_on(run, values, changes)
     elif recipe:
-        _begin(load_recipe(recipe, changes), recipe, name, root, plan)
+        values = load_recipe(recipe, changes)
+        with _agent_ahead(values):
+            _begin(values, recipe, name, root, plan)
     else:
         raise typer.BadParameter("give a recipe (see `rill recipes`), or --resume RUN")
+
+
+def _agent_ahead(values: RecipeValues) -> AbstractContextManager[None]:
+    """What workers need takes longest to import: begin with it where it is known, while the recipe is checked."""
+    check_known(values)
+    cluster = values.values.get("cluster", {})
+    is_local = isinstance(cluster, dict) and cluster.get("type", "local") == "local"
+    if not is_local or values.values.get("workflow") not in ("grpo", "ppo"):
+        return nullcontext()
+    from rill.runtime.process.backend import agent_ahead
+    from rill.workflows import PRELOAD
+
+    return agent_ahead(PRELOAD)
 
 
 def _begin(values: RecipeValues, recipe: str, name: str, root: Path, plan: str) -> None:
@@ -100,10 +124,7 @@ def _begin(values: RecipeValues, recipe: str, name: str, root: Path, plan: str) 
     carry_out(config, run, recipe)
 
 
-def _go_on(run: Run, changes: list[str]) -> None:
-    if run.state().status is RunStatus.FINISHED and not changes:
-        raise UserError(f"{run.path} has finished: to continue it, change something, such as loop.steps=200")
-    values = load_recipe(run.config_path, changes)
+def _go_on(run: Run, values: RecipeValues, changes: list[str]) -> None:
     config = _checked(values)
     from rill.cli.driver import carry_out
 
@@ -119,16 +140,14 @@ def _go_on(run: Run, changes: list[str]) -> None:
 
 def _checked(values: RecipeValues) -> RecipeConfig:
     """The recipe as it will run. What can be seen to fail is told here, before anything starts."""
-    check_known(values)
     for note in values.dropped:
         say(f"note: {note}")
     with waiting("loading"):
+        from rill.cli.config import resolved_recipe
         from rill.cli.preflight import preflight
-        from rill.workflows import recipe_schema
         from rill.workflows.config import RecipeConfig
 
-        config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
-        remember(config)
+        config = resolved_recipe(values)
     if not isinstance(config, RecipeConfig):
         raise UserError(
             f"workflow {values.values['workflow']!r}: "

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from jinja2 import TemplateError
 
 from rill.data.frame import Frame, compared_constants, find_frame
 from rill.data.pictures import template_parts
+from rill.data.tool_calls import ToolSyntax, detect_syntax
 from rill.errors import DataError
 from rill.types import Message, Picture, Prompt, TokenIds
 
@@ -68,8 +69,9 @@ class PromptEncoder:
         self.pictures: PictureReader | None = None
         """Of a model that reads pictures. None: messages with pictures are refused."""
         self._last: tuple[Prompt, TokenIds] | None = None
-        self._begun: dict[bytes, TokenIds] = {}
+        self._begun: dict[Hashable, TokenIds] = {}
         self._frames: dict[Hashable, Frame | None] = {}
+        self._token_texts: dict[int, str] = {}
         self._heard_roles: set[str] = set()
 
     def encode(self, prompt: Prompt) -> TokenIds:
@@ -92,7 +94,7 @@ class PromptEncoder:
         return ids
 
     def encode_messages(
-        self, messages: Sequence[Message], tools: Tools = (), *, key: bytes | None = None
+        self, messages: Sequence[Message], tools: Tools = (), *, key: Hashable = None
     ) -> TokenIds:
         """A whole conversation, up to where the model starts to write. `key` stands for it: the members of a group
         begin alike, and share one array, which is not to be changed."""
@@ -220,8 +222,17 @@ class PromptEncoder:
         return text
 
     @cached_property
-    def special_tokens(self) -> tuple[str, ...]:
-        return tuple(self.tokenizer.all_special_tokens)
+    def tool_syntax(self) -> ToolSyntax:
+        return detect_syntax(str(self.chat_template or ""))
+
+    def without_special(self, text: str) -> str:
+        """The text of tokens without the special ones among them."""
+        return self._special.sub("", text) if text else ""
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        tokens = sorted(self.tokenizer.all_special_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
     @cached_property
     def _reads_parts(self) -> bool:
@@ -258,23 +269,28 @@ class PromptEncoder:
                 raise DataError("the chat template drops what the assistant said when something follows it")
             return tail
 
-        if self._constants is None or any(
-            m.tool_calls or m.pictures or not m.content.strip() or self._constants.search(m.content)
-            for m in new
-        ):
-            return rendered(new)
-        calls = tuple(call["function"]["name"] for call in said.tool_calls)
-        key = (tools_key or repr(tools), calls, tuple((m.role, m.name, m.tool_call_id is None) for m in new))
-        if key not in self._frames:
+        shape: list[Hashable] = [tools_key or repr(tools)]
+        shape += [call["function"]["name"] for call in said.tool_calls]
+        for m in new:
+            if m.tool_calls or m.pictures or not self._is_framed(m.content):
+                return rendered(new)
+            shape.append((m.role, m.name, m.tool_call_id is None))
+        key = tuple(shape)
+        frame = self._frames.get(key)
+        if frame is None and key not in self._frames:
             if len(self._frames) >= MAX_BEGUN:
                 self._frames.clear()
-            self._frames[key] = find_frame(new, rendered)
-        frame = self._frames[key]
+            frame = self._frames[key] = find_frame(new, rendered)
         return rendered(new) if frame is None else frame.filled(new)
 
     @cached_property
-    def _constants(self) -> re.Pattern[str] | None:
-        return compared_constants(self.chat_template) if isinstance(self.chat_template, str) else None
+    def _is_framed(self) -> Callable[[str], bool]:
+        """Whether the template only puts such a content between text (see frame.py)."""
+        constants = compared_constants(self.chat_template) if isinstance(self.chat_template, str) else None
+        if constants is None:
+            return lambda content: False
+        compared = constants.search
+        return lambda content: bool(content.strip()) and compared(content) is None
 
     def _after_call(
         self, said: Message, new: Sequence[Message], tools: Tools, tools_key: bytes, sampled_ids: TokenIds
@@ -293,14 +309,11 @@ class PromptEncoder:
         at = tail.find(end, 0, limit if limit >= 0 else len(tail)) if end.strip() else -1
         return tail[at + len(end) :] if at >= 0 else None
 
-    @cached_property
-    def _eos(self) -> tuple[int | None, str]:
-        return self.tokenizer.eos_token_id, str(self.tokenizer.eos_token)
-
     def _token_text(self, token_id: int) -> str:
-        if token_id == self._eos[0]:
-            return self._eos[1]
-        return self.decode(np.array([token_id]), skip_special=False)
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode(np.array([token_id]), skip_special=False)
+        return text
 
 
 _QUESTION = Message(role="user", content="?")

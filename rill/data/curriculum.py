@@ -1,6 +1,7 @@
 """Which prompts are worth asking next: pools by difficulty, weighted by how well the policy does in them.
 
-Called by the loop in place of a plain loader; fed with the success rate of every finished group.
+The controller calls `learn` as groups finish and `next` as it admits. What it has learnt waits until the next draw and
+is then applied in the order of admission, so that at lag 0 draws do not depend on which group finished first.
 
 A group teaches most where about half of its answers are right: its weight is p(1 − p), the variance of a right-or-wrong
 reward. Each pool keeps a running success rate p and is drawn in proportion to that, with a floor so that every
@@ -17,13 +18,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rill.config import Config
 from rill.data.base import Dataset, content_key, place_of
 from rill.data.loader import Loader, LoaderConfig
-from rill.errors import CheckpointError, DataError
+from rill.errors import CheckpointError
 from rill.types import Prompt
+
+PRIOR = 0.5
+"""Success rate that a pool starts from."""
 
 
 class CurriculumConfig(Config):
@@ -33,8 +37,6 @@ class CurriculumConfig(Config):
     """Share of the draws that goes to all pools alike. 1: no curriculum."""
     memory: float = Field(default=0.98, gt=0.0, lt=1.0)
     """How much of a pool's success rate is kept at each report."""
-    prior: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Success rate that a pool starts from."""
     patience: int = Field(default=2, ge=0)
     """A prompt all right (or all wrong) so many times in a row is set aside. 0: never."""
     rest: int = Field(default=2_000, ge=1)
@@ -42,12 +44,6 @@ class CurriculumConfig(Config):
     index_limit: int = Field(default=50_000, ge=1)
     """Prompts that are looked at to make the pools."""
     seed: int = 0
-
-    @model_validator(mode="after")
-    def _can_learn(self) -> CurriculumConfig:
-        if self.floor == 0.0 and self.prior in (0.0, 1.0):
-            raise ValueError("`floor` 0 with `prior` 0 or 1 would never draw a prompt")
-        return self
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,31 +72,38 @@ class Curriculum:
 
     >>> curriculum = Curriculum(dataset, CurriculumConfig(pools=4))
     >>> prompts = curriculum.next(32)
-    >>> curriculum.report(prompt, success=0.75)      # for every finished group
+    >>> curriculum.learn(0, prompts[0], reward=0.75)      # for every finished group
     """
 
-    def __init__(
-        self, dataset: Dataset, config: CurriculumConfig | None = None, *, rank: int = 0, world: int = 1
-    ) -> None:
+    def __init__(self, dataset: Dataset, config: CurriculumConfig | None = None) -> None:
         self.config = config or CurriculumConfig()
         self.dataset = dataset
         self._pools, members = _make_pools(dataset, self.config)
         self._loaders = [
-            Loader(_Subset(dataset, indices), LoaderConfig(seed=self.config.seed + k), rank=rank, world=world)
+            Loader(_Subset(dataset, indices), LoaderConfig(seed=self.config.seed + k))
             for k, indices in enumerate(members)
         ]
-        self._rank = rank
         self._num_draws = 0
         self._num_set_aside = 0
         self._records: dict[str, _Record] = {}
+        self._waiting: list[tuple[int, Prompt, float]] = []
 
     def next(self, count: int) -> list[Prompt]:
+        self._apply()
         return [self._draw() for _ in range(count)]
 
-    def report(self, prompt: Prompt, success: float) -> None:
+    def learn(self, index: int, prompt: Prompt, reward: float) -> None:
+        """A group counts as right by its mean reward, cut to 0…1; groups that a filter dropped count too. `index`: its
+        place in the order of admission."""
+        self._waiting.append((index, prompt, min(1.0, max(0.0, reward))))
+
+    def _apply(self) -> None:
+        waiting, self._waiting = sorted(self._waiting, key=lambda learnt: learnt[0]), []
+        for _, prompt, success in waiting:
+            self._report(prompt, success)
+
+    def _report(self, prompt: Prompt, success: float) -> None:
         """`success` is the share of a group's answers that were right, from 0 to 1."""
-        if not 0.0 <= success <= 1.0:
-            raise DataError(f"the success of prompt {prompt.id} must lie between 0 and 1, got {success}")
         pool = self._pools[self.pool_of(prompt)]
         # A plain mean at first (the prior counts as one report), a fading one once there are many.
         keep = min(self.config.memory, (pool.num_reports + 1.0) / (pool.num_reports + 2.0))
@@ -145,6 +148,7 @@ class Curriculum:
         return figures
 
     def state(self) -> dict[str, Any]:
+        self._apply()
         return {
             "num_draws": self._num_draws,
             "num_set_aside": self._num_set_aside,
@@ -167,7 +171,7 @@ class Curriculum:
             loader.load_state(saved)
 
     def _draw(self) -> Prompt:
-        rng = np.random.default_rng([self.config.seed, self._rank, self._num_draws])
+        rng = np.random.default_rng([self.config.seed, 0, self._num_draws])
         self._num_draws += 1
         pool = int(rng.choice(len(self._pools), p=self.chances()))
         loader = self._loaders[pool]
@@ -209,7 +213,7 @@ def _make_pools(dataset: Dataset, config: CurriculumConfig) -> tuple[list[_Pool]
         difficulty = difficulties[index]
         is_due = not pools or position >= len(pools) * count / config.pools
         if is_due and (not pools or difficulty > pools[-1].hardest):
-            pools.append(_Pool(easiest=difficulty, hardest=difficulty, success=config.prior))
+            pools.append(_Pool(easiest=difficulty, hardest=difficulty, success=PRIOR))
             members.append([])
         pools[-1].hardest = difficulty
         members[-1].append(index)

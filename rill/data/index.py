@@ -171,26 +171,16 @@ def _source_in(path: Path) -> Path | None:
 
 
 @contextmanager
-def _try_lock(path: Path) -> Iterator[bool]:
-    """Whether the lock is ours while the block lasts."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-
-
-@contextmanager
 def _locked(path: Path, awaited: str) -> Iterator[None]:
     """Hold the lock; StuckError names what was `awaited` in vain."""
     deadline = time.monotonic() + WAIT_S
-    while True:
-        with _try_lock(path) as is_mine:
-            if is_mine:
-                yield
-                return
-        if time.monotonic() > deadline:
-            raise StuckError(f"waited {WAIT_S:.0f} s for {awaited}: is it stopped?")
-        time.sleep(POLL_S)
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StuckError(f"waited {WAIT_S:.0f} s for {awaited}: is it stopped?") from None
+                time.sleep(POLL_S)
+        yield

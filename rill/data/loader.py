@@ -77,11 +77,6 @@ class Loader:
         self._position += 1
         return int(self._order_of(epoch)[offset])
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the data finished by all ranks together, as a fraction."""
-        return self._position * self.world / len(self.dataset)
-
     def state(self) -> dict[str, Any]:
         return {
             "position": self._position,

@@ -26,8 +26,7 @@ from typing import Any
 import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedCall:
+class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     name: str
     arguments: str
@@ -143,8 +142,25 @@ _raw_decode = json.JSONDecoder().raw_decode
 _as_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
+class _OneCall(msgspec.Struct):
+    """What most calls are; their arguments as the model wrote them."""
+
+    name: str
+    arguments: msgspec.Raw
+
+
+_one_call = msgspec.json.Decoder(_OneCall).decode
+
+
 def _parse_json_calls(text: str, tools: Tools) -> list[ParsedCall] | None:
     """JSON objects with a name and arguments: one, an array, or several with `;`, `,` or space between."""
+    try:
+        one = _one_call(text)
+        arguments = bytes(one.arguments).decode()
+    except (msgspec.DecodeError, UnicodeError):
+        arguments = ""
+    if arguments.startswith("{"):
+        return [_new_call(one.name, arguments)]
     found, at = [], 0
     while at < len(text):
         try:

@@ -15,25 +15,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from rill.data.pictures import read_parts
-from rill.data.tool_calls import ToolCallStream, ToolSyntax, detect_syntax
-from rill.envs.base import AgentConfig, Endpoint, Environment, Policy
+from rill.data.tool_calls import ToolCallStream
+from rill.envs.base import AgentConfig, Environment, Policy
+from rill.envs.conversation import Heard, Messages, Offer, Talk, Tools, as_message, key_of
 from rill.envs.deadline import Deadline
 from rill.envs.events import EventLog
 from rill.envs.reply import Context, Reply
-from rill.envs.tokens import Node, TokenTree, chain_of, chain_start
-from rill.envs.tools import Tool, as_tool, toolbox
+from rill.envs.tokens import Node, TokenTree
+from rill.envs.tools import toolbox
 from rill.errors import DataError, TooLongError
 from rill.types import Message, Prompt, SamplingParams, StopReason, TokenIds
 
 if TYPE_CHECKING:
+    from rill.envs.endpoint import Server
     from rill.inference.base import Completion
-
-Messages = Sequence[Message | Mapping[str, Any]]
-Tools = Sequence[Tool | Callable[..., Any] | Mapping[str, Any]]
-"""Functions, tools, or their schemas in the OpenAI form."""
 
 
 class EpisodeOver(Exception):
@@ -66,7 +63,6 @@ class Setting:
     log: EventLog
     episode_id: str
     group_id: str
-    endpoint: Endpoint
     counts: Counts = field(default_factory=Counts)
     running: asyncio.Task[Any] | None = None
     """The environment's run()."""
@@ -92,8 +88,9 @@ class Agents(Mapping[str, "Agent"]):
         """What Environment.session gave."""
         self.metrics: dict[str, float] = {}
         """What the environment counts for itself; shown as rollout/<name>."""
-        self.route: Callable[[str, Mapping[str, str]], Agent | None] = self._by_model
-        """Who answers a request to a base_url, by its `model` and its headers. None: the agent whose address it is."""
+        self.route: Callable[[str, Mapping[str, str]], Agent | None] | None = None
+        """Who answers a request to a base_url, by its `model` and its headers; None: the agent whose address it is.
+        Unset: the agent that is called like the model."""
 
     @property
     def episode_id(self) -> str:
@@ -117,10 +114,18 @@ class Agents(Mapping[str, "Agent"]):
         """An agent that was mentioned before."""
         return self._agents.get(name)
 
-    def _by_model(self, model: str, headers: Mapping[str, str]) -> Agent | None:
-        """A program may have several agents behind one address: it asks for them as models."""
+    def routed(self, model: str, headers: Mapping[str, str]) -> Agent | None:
+        """Whom a request means: a program may have several agents behind one address, and ask for them as models."""
+        if self.route is not None:
+            return self.route(model, headers)
         is_named = model in self._agents or model in self.setting.environment.config.agents
         return self[model] if is_named else None
+
+    def close(self) -> None:
+        """The episode is over. Nothing here refers to itself any more: it is freed at once, not by the collector."""
+        for agent in self._agents.values():
+            agent.close()
+        self.route = self.setting.agents = self.setting.running = None
 
     def __getitem__(self, name: str) -> Agent:
         agent = self._agents.get(name)
@@ -139,18 +144,6 @@ class Agents(Mapping[str, "Agent"]):
 _PLAIN = AgentConfig()
 
 
-class _Offer(NamedTuple):
-    """Tools as a conversation has them."""
-
-    tools: Tools
-    """Kept, so that their ids stay theirs."""
-    schemas: list[dict[str, Any]]
-    parameters: dict[str, Any]
-    """By name."""
-    start: bytes
-    """The digest that conversations with them begin with."""
-
-
 class Agent:
     def __init__(self, name: str, config: AgentConfig, setting: Setting) -> None:
         self.name = name
@@ -160,13 +153,10 @@ class Agent:
         self.tree = TokenTree()
         self.setting = setting
         self._encoder = setting.environment.encoder
-        self._syntax: ToolSyntax | None = None
         self._num_asked: dict[str, int] = {}
-        self._asked: dict[bytes, Node] = {}
-        self._offers: dict[tuple[int, ...], _Offer] = {}
-        self._told_start = b""
-        self._told: tuple[list[Message], list[bytes]] = ([], [])
-        """The last conversation, and the digests up to each of its messages."""
+        self._offers: dict[tuple[int, ...], Offer] = {}
+        self._heard: dict[bytes, Heard] = {}
+        """What was said with the tools of that key on offer."""
         self._base_url: str | None = None
 
     # --- what an environment calls ------------------------------------------------------------------------
@@ -190,7 +180,7 @@ class Agent:
             node = context.node()
         else:
             node = self.tree.grow(context)  # type: ignore[arg-type]  # made an array there
-        completion = await self._complete(node, sampling)
+        completion = await self._complete(node, self._sampling(sampling))
         text = self._encoder.decode(completion.token_ids)
         return self._reply(node, completion, Message(role="assistant", content=text), is_trained)
 
@@ -202,39 +192,26 @@ class Agent:
         What is new since a reply of this agent's is appended to the tokens that were sampled; a history that was
         rewritten begins a branch.
         """
-        conversation = [as_message(message) for message in messages]
-        if not conversation:
-            raise DataError("say(): no messages; a task in plain text (task.text) is for generate(task)")
-        offer = self._offer(tools)
-        chains = self._chain(offer.start, conversation)
-        node = self._asked.get(chains[-1])
-        if node is None:
-            node = self._asked[chains[-1]] = self._place(conversation, offer, chains)
-        completion = await self._complete(node, sampling)
-        if offer.schemas:
-            self.setting.counts.tools_offered = 1
-            message = self._parse(completion, offer, node)
-        else:
-            message = Message(role="assistant", content=self._encoder.decode(completion.token_ids))
-        reply = self._reply(node, completion, message, is_trained)
-        after = chain_of(chains[-1], message)
-        self._told_start = offer.start
-        self._told = ([*conversation, message], [*chains[1:], after])
-        self.tree.note_reply(after, reply.node)
-        return reply
+        return await self._answer(self._talk(messages, tools), self._sampling(sampling), is_trained)
 
     async def act(
-        self, messages: Messages, tools: Tools = (), *, max_turns: int = 16, **sampling: Any
+        self,
+        messages: Messages,
+        tools: Tools = (),
+        *,
+        max_turns: int = 16,
+        is_trained: bool = True,
+        **sampling: Any,
     ) -> Reply:
         """Let the model call tools until it answers without a call; its last reply."""
         box = toolbox(tool for tool in tools if not isinstance(tool, Mapping))
-        history: list[Message | Mapping[str, Any]] = list(messages)
+        talk, params = self._talk(messages, tools), self._sampling(sampling)
         for turn in range(max_turns):
-            reply = await self.say(history, tools, **sampling)
+            reply = await self._answer(talk, params, is_trained)
             if not reply.message.tool_calls or turn + 1 == max_turns:
                 break
-            history.append(reply.message)
-            history.extend([await reply.call_tool(call, box) for call in reply.message.tool_calls])
+            talk.hear([reply.message])
+            talk.hear([await reply.call_tool(call, box) for call in reply.message.tool_calls])
         self.setting.counts.is_cut_off |= bool(reply.message.tool_calls)
         return reply
 
@@ -249,20 +226,24 @@ class Agent:
     def base_url(self) -> str:
         """Where a program reaches this agent by HTTP, for as long as the episode lasts."""
         if self._base_url is None:
-            self._base_url = self.setting.endpoint.open(self)
+            self._base_url = self._server().open(self)
         return self._base_url
 
     def close(self) -> None:
         if self._base_url is not None:
-            self.setting.endpoint.close(self)
+            self._server().close(self._base_url)
+
+    def _server(self) -> Server:
+        from rill.envs.endpoint import servers  # which imports agents
+
+        return servers()
 
     # --- asking the policy --------------------------------------------------------------------------------
 
-    async def _complete(self, node: Node, changes: dict[str, Any]) -> Completion:
+    async def _complete(self, node: Node, sampling: SamplingParams) -> Completion:
         counts, limits = self.setting.counts, self.setting.environment.config.limits
         if limits.max_turns and counts.turns >= limits.max_turns:
             raise EpisodeOver(f"{limits.max_turns} turns")
-        sampling = self._sampling(changes)
         if limits.max_tokens:
             left = limits.max_tokens - node.end
             if left <= 0:
@@ -317,105 +298,82 @@ class Agent:
 
     # --- conversations ------------------------------------------------------------------------------------
 
-    def _offer(self, tools: Tools) -> _Offer:
-        """Worked out once."""
+    def _talk(self, messages: Messages, tools: Tools) -> Talk:
         key = tuple(map(id, tools))
-        known = self._offers.get(key)
-        if known is None:
-            schemas = [schema_of(tool) for tool in tools]
-            names = [schema.get("function", {}).get("name") for schema in schemas]
-            if doubled := {str(name) for name in names if names.count(name) > 1 or not name}:
-                raise DataError(f"tools need a name each, and no two the same: {', '.join(sorted(doubled))}")
-            parameters = {s["function"]["name"]: s["function"].get("parameters") or {} for s in schemas}
-            known = self._offers[key] = _Offer(tools, schemas, parameters, chain_start(schemas))
-        return known
+        offer = self._offers.get(key)
+        if offer is None:
+            offer = self._offers[key] = Offer.of(tools)
+            offer.start = self._heard.setdefault(offer.key, offer.start)
+        talk = Talk(offer)
+        talk.hear(map(as_message, messages))
+        if not talk.messages:
+            raise DataError("say(): no messages; a task in plain text (task.text) is for generate(task)")
+        return talk
 
-    def _chain(self, start: bytes, messages: list[Message]) -> list[bytes]:
-        """The digests of a conversation up to each of its messages. Those that were there a turn ago are known."""
-        told, digests = self._told if self._told_start == start else ([], [])
-        num_known = 0
-        for message, known in zip(messages, told, strict=False):
-            if message is not known:
-                break
-            num_known += 1
-        chains = [start, *digests[:num_known]]
-        for message in messages[num_known:]:
-            chains.append(chain_of(chains[-1], message))
-        return chains
+    async def _answer(self, talk: Talk, sampling: SamplingParams, is_trained: bool) -> Reply:
+        heard = talk.heard
+        node = heard.asked
+        if node is None:
+            node = heard.asked = self._place(talk)
+        completion = await self._complete(node, sampling)
+        if talk.offer.schemas:
+            self.setting.counts.tools_offered = 1
+            message = self._parse(completion, talk.offer, node)
+        else:
+            message = Message(role="assistant", content=self._encoder.decode(completion.token_ids))
+        reply = self._reply(node, completion, message, is_trained)
+        heard.then(message).reply = reply.node
+        return reply
 
-    def _place(self, messages: list[Message], offer: _Offer, chains: list[bytes]) -> Node:
+    def _place(self, talk: Talk) -> Node:
         """Where the conversation goes on: behind the last reply in it, or as a history of its own."""
-        chains = chains[1:]
-        found = self.tree.find_reply(chains)
-        if found is not None:
-            node, position = found
-            new = messages[position + 1 :]
+        messages, last, offer = talk.messages, talk.last, talk.offer
+        if last is not None:
+            said, new = talk.since_last()
             self._encoder.check_roles(new)
             if not new:
                 raise DataError(
                     "say(): the last message is the agent's own reply; add one that it can answer"
                 )
-            assert node.completion is not None
+            assert last.completion is not None
             try:
                 ids = self._encoder.encode_following(
-                    messages[position],
+                    said,
                     new,
                     tools=offer.schemas,
-                    tools_key=offer.start,
-                    sampled_ids=node.token_ids,
-                    is_cut_off=node.completion.stop_reason in (StopReason.LENGTH, StopReason.ABORTED),
+                    tools_key=offer.key,
+                    sampled_ids=last.token_ids,
+                    is_cut_off=last.completion.stop_reason in (StopReason.LENGTH, StopReason.ABORTED),
                 )
             except DataError:  # the template cannot say what follows by itself
                 pass
             else:
-                self.tree.num_rewritten += any(message.role == "assistant" for message in new)
-                text = "\n".join(message.content for message in new)
-                pictures = self._encoder.pictures_in(new, ids, node.end)
-                return self.tree.observe(node, ids, role=new[-1].role, text=text, pictures=pictures)
+                self.tree.num_rewritten += "assistant" in [message.role for message in new]
+                text = "\n".join([message.content for message in new])
+                pictures = self._encoder.pictures_in(new, ids, last.end)
+                return self.tree.observe(last, ids, role=new[-1].role, text=text, pictures=pictures)
         self._encoder.check_roles(messages)
         has_past = any(message.role == "assistant" for message in messages)
-        ids = self._encoder.encode_messages(messages, offer.schemas, key=chains[-1])
+        key = (offer.key, *map(key_of, messages))
+        ids = self._encoder.encode_messages(messages, offer.schemas, key=key)
         self.tree.num_rewritten += has_past and self.tree.num_sampled > 0
         return self.tree.observe(None, ids, role="prompt", pictures=self._encoder.pictures_in(messages, ids))
 
-    def _parse(self, completion: Completion, offer: _Offer, node: Node) -> Message:
+    def _parse(self, completion: Completion, offer: Offer, node: Node) -> Message:
         """Content and calls. Ids of calls come from the tokens, so that a resumed episode makes the same ones."""
-        if self._syntax is None:
-            self._syntax = detect_syntax(str(self._encoder.chat_template or ""))
+        syntax = self._encoder.tool_syntax
         raw = self._encoder.decode(completion.token_ids, skip_special=False)
-        content, calls = ToolCallStream(self._syntax, offer.parameters).feed(raw, is_last=True)
+        content, calls = ToolCallStream(syntax, offer.parameters).feed(raw, is_last=True)
         counts = self.setting.counts
         counts.tool_calls += len(calls)
-        counts.malformed_calls += not calls and self._syntax.open in raw
-        for special in self._encoder.special_tokens:
-            if special in content:
-                content = content.replace(special, "")
-        return Message(
-            role="assistant",
-            content=content,
-            tool_calls=tuple(
-                {**call.as_json(), "id": f"{node.digest[:8]}{n % 10}"} for n, call in enumerate(calls)
-            ),
-        )
-
-
-def as_message(message: Message | Mapping[str, Any]) -> Message:
-    """A message in rill's form, or as the OpenAI API has it."""
-    if isinstance(message, Message):
-        return message
-    if not isinstance(message.get("role"), str):
-        raise DataError(f"a message has no role: {dict(message)!r:.80}")
-    content = message.get("content") or ""
-    content, pictures = (content, ()) if isinstance(content, str) else read_parts(content)
-    return Message(
-        role=message["role"],
-        content=content,
-        name=message.get("name"),
-        tool_calls=tuple(message.get("tool_calls") or ()),
-        tool_call_id=message.get("tool_call_id"),
-        pictures=pictures,
-    )
-
-
-def schema_of(tool: Tool | Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
-    return dict(tool) if isinstance(tool, Mapping) else as_tool(tool).schema()
+        counts.malformed_calls += not calls and syntax.open in raw
+        content = self._encoder.without_special(content)
+        made = [
+            {
+                "id": f"{node.digest[:8]}{n % 10}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for n, call in enumerate(calls)
+        ]
+        return Message(role="assistant", content=content, tool_calls=tuple(made))

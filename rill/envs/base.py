@@ -33,7 +33,7 @@ from rill.types import Picture, Prompt, SamplingParams, TokenIds
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rill.envs.agent import Agent, Agents
+    from rill.envs.agent import Agents
     from rill.inference.base import Completion
     from rill.models.pictures import PictureReader
 
@@ -72,16 +72,6 @@ class Policy(Protocol):
         another model.
         """
         ...
-
-
-class Endpoint(Protocol):
-    """Serves an agent to programs that speak HTTP (see Agent.base_url)."""
-
-    def open(self, agent: Agent) -> str:
-        """The agent's address, up to and including /v1; requests to it are answered by agent.say()."""
-        ...
-
-    def close(self, agent: Agent) -> None: ...
 
 
 class LimitsConfig(Config):

@@ -1,14 +1,14 @@
 """The deadline of a turn or a tool's call: `with Deadline(seconds): await …`, or TimeoutError.
 
-What asyncio.timeout does, at a quarter of its cost: the calls of thousands of episodes share one timer per event loop,
+What asyncio.timeout does, at a fraction of its cost: the calls of thousands of episodes share one timer per event loop,
 which looks at all of them every TICK_S. A deadline is noticed that much late at most.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
-from weakref import WeakKeyDictionary
 
 TICK_S = 0.05
 
@@ -16,40 +16,55 @@ TICK_S = 0.05
 class Deadline:
     """For the task that enters it, once."""
 
+    __slots__ = ("_num_cancels", "_watch", "is_expired", "task", "timeout_s", "until_s")
+
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.is_expired = False
 
     def __enter__(self) -> None:
-        loop = asyncio.get_running_loop()
-        watched = _watched.get(loop)
-        if watched is None:
-            watched = _watched[loop] = set()
-            loop.call_later(TICK_S, _look, loop, watched)
-        task = asyncio.current_task(loop)
+        task = asyncio.current_task()
         assert task is not None, "a deadline belongs to a task"
-        self.task, self._num_cancels, self._watched = task, task.cancelling(), watched
-        self.until_s = loop.time() + self.timeout_s
-        watched.add(self)
+        watch: _Watch | None = getattr(_here, "watch", None)
+        if watch is None or watch.loop is not task.get_loop():
+            watch = _here.watch = _Watch(task.get_loop())
+        self.task, self._num_cancels, self._watch = task, task.cancelling(), watch
+        self.until_s = watch.add(self) + self.timeout_s
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self._watched.discard(self)
+        self._watch.deadlines.discard(self)
         # Somebody else may have cancelled the task too: that is not for us to swallow.
         is_ours = self.is_expired and self.task.uncancel() <= self._num_cancels
         if is_ours and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
 
-_watched: WeakKeyDictionary[asyncio.AbstractEventLoop, set[Deadline]] = WeakKeyDictionary()
+class _Watch:
+    """Looks at the deadlines of one event loop for as long as there are any."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.deadlines: set[Deadline] = set()
+        self._is_looking = False
+
+    def add(self, deadline: Deadline) -> float:
+        """The time."""
+        self.deadlines.add(deadline)
+        if not self._is_looking:
+            self._is_looking = True
+            self.loop.call_later(TICK_S, self._look)
+        return self.loop.time()
+
+    def _look(self) -> None:
+        now_s = self.loop.time()
+        for deadline in [each for each in self.deadlines if each.until_s <= now_s]:
+            self.deadlines.discard(deadline)
+            deadline.is_expired = True
+            deadline.task.cancel()
+        self._is_looking = bool(self.deadlines)
+        if self._is_looking:
+            self.loop.call_later(TICK_S, self._look)
 
 
-def _look(loop: asyncio.AbstractEventLoop, watched: set[Deadline]) -> None:
-    now_s = loop.time()
-    for deadline in [each for each in watched if each.until_s <= now_s]:
-        watched.discard(deadline)
-        deadline.is_expired = True
-        deadline.task.cancel()
-    if watched:
-        loop.call_later(TICK_S, _look, loop, watched)
-    else:
-        del _watched[loop]  # until the next call
+_here = threading.local()
+"""A thread runs one event loop at a time."""

@@ -41,19 +41,6 @@ PATIENCE_S = 10.0
 """How long a client hears nothing of a stream. Until then, what goes wrong is an HTTP status, which clients know."""
 
 
-class HttpEndpoint:
-    """rill.envs.base.Endpoint for any number of event loops."""
-
-    def __init__(self) -> None:
-        self._servers = PerLoop(_Server)
-
-    def open(self, agent: Agent) -> str:
-        return self._servers().open(agent)
-
-    def close(self, agent: Agent) -> None:
-        self._servers().close(agent)
-
-
 @dataclass(slots=True)
 class _Session:
     agent: Agent
@@ -69,7 +56,7 @@ class _Refusal(Exception):
         self.status, self.message, self.code = status, message, code
 
 
-class _Server:
+class Server:
     """Of one event loop; lives as long as it does."""
 
     def __init__(self) -> None:
@@ -93,13 +80,13 @@ class _Server:
         self._serving = asyncio.ensure_future(_serve(server, self._socket))
 
     def open(self, agent: Agent) -> str:
+        """The agent's address."""
         key = secrets.token_urlsafe(16)
         self._sessions[key] = _Session(agent)
         return f"http://{HOST}:{self._socket.getsockname()[1]}/sessions/{key}/v1"
 
-    def close(self, agent: Agent) -> None:
-        for key in [key for key, session in self._sessions.items() if session.agent is agent]:
-            del self._sessions[key]
+    def close(self, base_url: str) -> None:
+        del self._sessions[base_url.split("/")[-2]]
 
     async def models(self, request: Request) -> Response:
         session = self._sessions.get(request.path_params["key"])
@@ -122,8 +109,9 @@ class _Server:
                 dialect.error(f"the request cannot be read: {error}", "invalid_request_error"), status=400
             )
         agents = session.agent.setting.agents
-        assert agents is not None
-        agent = agents.route(str(chat.get("model") or ""), request.headers) or session.agent
+        if agents is None:  # it ended while the request was on its way
+            return _json(dialect.error("this episode is over", "session_not_found"), 404)
+        agent = agents.routed(str(chat.get("model") or ""), request.headers) or session.agent
         if past:
             start = int(bool(body.get("instructions")))
             asked.messages[start:start] = past
@@ -132,6 +120,9 @@ class _Server:
             return await _whole(dialect, said)
         shows_usage = bool((chat.get("stream_options") or {}).get("include_usage"))
         return await _streamed(partial(dialect.stream, shows_usage=shows_usage), dialect, agent, said)
+
+
+servers = PerLoop(Server)
 
 
 def _past(session: _Session, body: dict[str, Any]) -> list[dict[str, Any]]:

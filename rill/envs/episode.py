@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rill.envs.agent import Agents, EpisodeOver, Setting, TurnTimeout
-from rill.envs.base import Endpoint, Environment, Policy
-from rill.envs.endpoint import HttpEndpoint
+from rill.envs.base import Environment, Policy
 from rill.envs.events import MISSING, EventLog, MemoryLog
 from rill.envs.places import described, place_of_task
 from rill.envs.rewards.base import as_score
@@ -33,8 +32,6 @@ logger = logging.getLogger(__name__)
 MAX_LOGGED = 20
 """Failures whose traceback goes to the log, per process; all of them are counted."""
 _num_logged = 0
-_ENDPOINT = HttpEndpoint()
-"""Starts a server when an agent is first asked for its base_url."""
 
 
 @dataclass(slots=True)
@@ -61,13 +58,8 @@ async def run_episode(
     group_id: str,
     sampling: SamplingParams,
     log: EventLog | None = None,
-    endpoint: Endpoint | None = None,
 ) -> Episode:
-    """From set-up to the reward.
-
-    `log`: that of an earlier attempt, whose tools are then not called again. `endpoint`: serves agents by HTTP; None: a
-    small server in this process.
-    """
+    """From set-up to the reward. `log`: that of an earlier attempt, whose tools are then not called again."""
     started = time.monotonic()
     setting = Setting(
         environment=environment,
@@ -76,14 +68,12 @@ async def run_episode(
         log=MemoryLog() if log is None else log,
         episode_id=episode_id,
         group_id=group_id,
-        endpoint=_ENDPOINT if endpoint is None else endpoint,
     )
     agents, outcome = Agents(setting), _Outcome()
     try:
         await _play(environment, prompt, agents, outcome)
     finally:
-        for agent in agents.values():
-            agent.close()
+        agents.close()
     if outcome.failure is None:
         _take_returned(agents, outcome)
     names = {"group_id": group_id, "prompt_id": prompt.id}

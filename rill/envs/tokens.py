@@ -8,24 +8,22 @@ prompt, observation   mask 0, version NOT_SAMPLED, log-probability 0
 sampled               mask 1, the versions and log-probabilities the engine reported; never encoded again
 
 Written by rill.envs.agent, read by rill.envs.episode. A sampled node that several leaves share is trained in the first.
-A node knows the digest of all tokens up to its end, which names requests, and the digest of the messages that it
-answers, which finds the place where a conversation goes on.
+A node knows the digest of all tokens up to its end, which names requests. The tokens of a path lie in one array, to
+which the node that ends it appends: what a turn costs does not grow with the context.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from rill.errors import InvalidSampleError
-from rill.types import NOT_SAMPLED, Floats, Message, Picture, StopReason, TokenIds, Trajectory, Turn
+from rill.types import NOT_SAMPLED, Floats, Picture, StopReason, TokenIds, Trajectory, Turn
 
 if TYPE_CHECKING:
     from rill.inference.base import Completion
@@ -33,12 +31,35 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 12
 
 
+class Strip:
+    """The tokens of a path in one array, with room behind them."""
+
+    __slots__ = ("end", "ids")
+
+    def __init__(self, ids: TokenIds) -> None:
+        self.ids = ids
+        self.end = len(ids)
+
+    def extended(self, start: int, new: TokenIds) -> Strip:
+        """With `new` behind its first `start` tokens: this one where it ends there, else another. What was read of it
+        stays as it was."""
+        end = start + len(new)
+        strip = self if start == self.end else Strip(self.ids[:start])
+        if end > len(strip.ids):
+            grown = np.empty(end + end // 2 + 256, dtype=np.int32)
+            grown[:start] = strip.ids[:start]
+            strip.ids = grown
+        strip.ids[start:end] = new
+        strip.end = end
+        return strip
+
+
 class Node:
     """A stretch of tokens written by one side."""
 
     __slots__ = (
-        "completion", "end", "hasher", "is_leaf", "is_trained", "metadata", "order", "parent",
-        "pictures", "role", "text", "token_ids",
+        "_digest", "completion", "end", "hasher", "is_leaf", "is_trained", "metadata", "order", "parent",
+        "pictures", "role", "strip", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -53,10 +74,9 @@ class Node:
         order: int = 0,
         pictures: tuple[Picture, ...] = (),
     ) -> None:
+        token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         self.parent = parent
-        self.pictures: tuple[Picture, ...] = (parent.pictures if parent else ()) + pictures
-        """Of every node from the start to this one."""
-        self.token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
+        self.token_ids = token_ids
         self.role = role
         self.text = text
         self.completion = completion
@@ -66,20 +86,29 @@ class Node:
         """Sampled nodes are numbered in the order in which they were finished, from 1."""
         self.metadata: dict[str, Any] = {}
         self.is_leaf = True
-        self.end: int = (parent.end if parent else 0) + len(token_ids)
-        self.hasher: hashlib.blake2b = (
-            parent.hasher.copy() if parent else hashlib.blake2b(digest_size=DIGEST_BYTES)
-        )
-        self.hasher.update(self.token_ids.data)
+        self._digest: str | None = None
+        if parent is None:
+            self.pictures = pictures
+            """Of every node from the start to this one."""
+            self.end = len(token_ids)
+            self.strip = Strip(token_ids)
+            self.hasher = hashlib.blake2b(token_ids.data, digest_size=DIGEST_BYTES)
+        else:
+            self.pictures = parent.pictures + pictures
+            self.end = parent.end + len(token_ids)
+            self.strip = parent.strip.extended(parent.end, token_ids)
+            self.hasher = parent.hasher.copy()
+            self.hasher.update(token_ids.data)
+            parent.is_leaf = False
         for picture in pictures:  # placeholders alone look all the same
             self.hasher.update(picture.key.encode())
-        if parent is not None:
-            parent.is_leaf = False
 
     @property
     def digest(self) -> str:
         """Of every token from the start to the end of this node."""
-        return self.hasher.hexdigest()
+        if self._digest is None:
+            self._digest = self.hasher.hexdigest()
+        return self._digest
 
     def path(self) -> list[Node]:
         nodes: list[Node] = []
@@ -90,7 +119,8 @@ class Node:
         return nodes[::-1]
 
     def all_ids(self) -> TokenIds:
-        return np.concatenate([node.token_ids for node in self.path()])
+        """From the start to the end of this node. Not to be changed: others read the same array."""
+        return self.strip.ids[: self.end]
 
 
 class TokenTree:
@@ -102,8 +132,6 @@ class TokenTree:
         self.num_rewritten = 0
         """Histories that did not go on where a reply ended."""
         self._rewards: list[tuple[int, float]] = []
-        self._replies: dict[bytes, Node] = {}
-        self._tip: tuple[Node, TokenIds] | None = None
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -121,7 +149,12 @@ class TokenTree:
 
     def sample(self, parent: Node, completion: Completion, text: str, *, is_trained: bool) -> Node:
         """What the policy wrote, exactly as the engine reported it."""
-        check_completion(completion)
+        length = len(completion.token_ids)
+        if len(completion.logprobs) != length or len(completion.versions) != length:
+            raise InvalidSampleError(
+                f"request {completion.request_id}: the engine gave {length} tokens with {len(completion.logprobs)} "
+                f"log-probabilities and {len(completion.versions)} versions"
+            )
         self.num_sampled += 1
         return self._add(
             Node(
@@ -166,22 +199,10 @@ class TokenTree:
         rest = token_ids if parent is None else token_ids[parent.end :]
         return self.observe(parent, rest, role="prompt" if parent is None else "user")
 
-    def note_reply(self, chain: bytes, node: Node) -> None:
-        """The conversation that `chain` stands for ends with this reply."""
-        self._replies[chain] = node
-
-    def find_reply(self, chains: Sequence[bytes]) -> tuple[Node, int] | None:
-        """The last of the messages (by their chains) that is a reply of this agent's, and its position."""
-        for position in range(len(chains) - 1, -1, -1):
-            node = self._replies.get(chains[position])
-            if node is not None:
-                return node, position
-        return None
-
     def _longest_prefix(self, token_ids: TokenIds) -> Node | None:
         best: Node | None = None
         for leaf in [node for node in self.nodes if node.is_leaf]:
-            known = self._ids_of(leaf)
+            known = leaf.all_ids()
             length = min(len(known), len(token_ids))
             differs = np.flatnonzero(known[:length] != token_ids[:length])
             same = int(differs[0]) if differs.size else length
@@ -191,11 +212,6 @@ class TokenTree:
             if node is not None and (best is None or node.end > best.end):
                 best = node
         return best
-
-    def _ids_of(self, leaf: Node) -> TokenIds:
-        if self._tip is None or self._tip[0] is not leaf:
-            self._tip = (leaf, leaf.all_ids())
-        return self._tip[1]
 
     def _add(self, node: Node) -> Node:
         self.nodes.append(node)
@@ -246,34 +262,30 @@ class TokenTree:
         logprobs = np.zeros(total, np.float32)
         versions = np.full(total, NOT_SAMPLED, np.int32)
         mask = np.zeros(total, np.bool_)
-        turn_ids = np.zeros(total, np.int32)
-        turns = []
+        turns, start = [], 0
         for index, node in enumerate(path):
-            start = node.end - len(node.token_ids)
-            turn_ids[start : node.end] = index
-            if node.completion is not None:
-                logprobs[start : node.end] = node.completion.logprobs
-                versions[start : node.end] = node.completion.versions
-                mask[start : node.end] = node.is_trained and id(node) not in trained
+            end = node.end
+            if (completion := node.completion) is not None:
+                logprobs[start:end] = completion.logprobs
+                versions[start:end] = completion.versions
+                if node.is_trained and id(node) not in trained:
+                    mask[start:end] = True
             turns.append(
                 Turn(
-                    index=index,
-                    role=node.role,
-                    start=start,
-                    end=node.end,
-                    text=node.text,
-                    metadata=node.metadata,
+                    index=index, role=node.role, start=start, end=end, text=node.text, metadata=node.metadata
                 )
             )
+            start = end
+        check_sampled([node.completion for node in path if node.completion is not None])
         last = path[-1].completion
         common = {"stop_reason": last.stop_reason if last else StopReason.ERROR, **fields}
         return Trajectory(
             id=sample_id,
-            token_ids=np.concatenate([node.token_ids for node in path]),
+            token_ids=path[-1].all_ids(),
             logprobs=logprobs,
             versions=versions,
             loss_mask=mask,
-            turn_ids=turn_ids,
+            turn_ids=np.repeat(np.arange(len(path), dtype=np.int32), [len(node.token_ids) for node in path]),
             turns=tuple(turns),
             routed_experts=_routed_experts(path, sample_id),
             pictures=path[-1].pictures,
@@ -293,20 +305,23 @@ class TokenTree:
         return rewards
 
 
-def check_completion(completion: Completion) -> None:
-    """What an engine gave is whole: log-probabilities and versions for every token, and numbers among them."""
-    length, name = len(completion.token_ids), completion.request_id
-    if len(completion.logprobs) != length or len(completion.versions) != length:
-        raise InvalidSampleError(
-            f"request {name}: the engine gave {length} tokens with {len(completion.logprobs)} log-probabilities and "
-            f"{len(completion.versions)} versions"
-        )
-    if length and (oldest := int(np.minimum.reduce(completion.versions))) < 0:
-        raise InvalidSampleError(
-            f"request {name}: the engine reported version {oldest} for a sampled token: versions start at 0"
-        )
-    if length and not math.isfinite(np.add.reduce(completion.logprobs)):  # one that is not makes the sum so
-        raise InvalidSampleError(f"request {name}: the engine reported a log-probability that is not finite")
+def check_sampled(completions: Sequence[Completion]) -> None:
+    """What engines reported are versions, and finite numbers."""
+    if not completions:
+        return
+    logprobs = np.concatenate([completion.logprobs for completion in completions])
+    versions = np.concatenate([completion.versions for completion in completions])
+    # One number that is not finite makes the sum so.
+    if math.isfinite(np.add.reduce(logprobs)) and np.minimum.reduce(versions, initial=0) >= 0:
+        return
+    for completion in completions:
+        if not np.isfinite(completion.logprobs).all():
+            what = "a log-probability that is not finite"
+        elif (completion.versions < 0).any():
+            what = f"version {completion.versions.min()} for a sampled token: versions start at 0"
+        else:
+            continue
+        raise InvalidSampleError(f"request {completion.request_id}: the engine reported {what}")
 
 
 def _routed_experts(path: list[Node], sample_id: str) -> Any:
@@ -328,37 +343,3 @@ def _routed_experts(path: list[Node], sample_id: str) -> Any:
                 f"of {node.end}"
             )
     return whole
-
-
-# --- messages ----------------------------------------------------------------------------------------------
-
-
-def chain_of(before: bytes, message: Message) -> bytes:
-    """The digest of a conversation that goes on with this message.
-
-    Canonical: the order of a call's arguments, the ids of calls and an empty content make no difference, so that a
-    client that writes a message anew is recognised.
-    """
-    hasher = hashlib.blake2b(before, digest_size=DIGEST_BYTES)
-    hasher.update(message.role.encode())
-    hasher.update(b"\0" + (message.content or "").encode("utf-8", "surrogatepass"))
-    for file in message.pictures:
-        hasher.update(b"\0" + hashlib.blake2b(file, digest_size=DIGEST_BYTES).digest())
-    for call in message.tool_calls:
-        function = call.get("function", {})
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            with contextlib.suppress(msgspec.DecodeError, UnicodeError):
-                arguments = _decode(arguments)
-        hasher.update(f"\0{function.get('name')}\0".encode() + _encode(arguments))
-    return hasher.digest()
-
-
-_decode = msgspec.json.Decoder().decode
-_encode = msgspec.json.Encoder(order="sorted", enc_hook=str).encode
-
-
-def chain_start(tools: Sequence[Mapping[str, Any]]) -> bytes:
-    """Of a conversation with these tools, before its first message."""
-    shown = _encode([dict(tool) for tool in tools]) if tools else b""
-    return hashlib.blake2b(shown, digest_size=DIGEST_BYTES).digest()

@@ -54,8 +54,8 @@ def as_tool(function: Tool | Callable[..., Any], *, once: bool = False) -> Tool:
     arguments, schema, description, is_async = _signature(function, name)
 
     async def call(given: Mapping[str, Any]) -> Any:
-        checked = arguments.model_validate(given)
-        values = {field: getattr(checked, field) for field in checked.model_fields_set}
+        checked = arguments.__pydantic_validator__.validate_python(given)
+        values = {field: checked.__dict__[field] for field in checked.__pydantic_fields_set__}
         return await (function(**values) if is_async else in_thread(function, **values))
 
     return Tool(name=name, description=description, parameters=schema, call=call, is_once=once)
@@ -80,12 +80,10 @@ async def run_tool(
     if tool is None:
         return f"{ERROR}there is no tool {name!r}", False
     try:
-        given = (
-            (msgspec.json.decode(arguments) if arguments.strip() else {})
-            if isinstance(arguments, str)
-            else arguments
-        )
-        if not isinstance(given, Mapping):
+        given: Any = arguments
+        if isinstance(arguments, str):
+            given = msgspec.json.decode(arguments) if arguments.strip() else {}
+        if type(given) is not dict and not isinstance(given, Mapping):
             raise ValueError("not a JSON object")
     except (ValueError, RecursionError) as error:
         return f"{ERROR}the arguments of {name} are not valid JSON: {error}", False

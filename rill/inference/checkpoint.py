@@ -5,10 +5,10 @@ A Checkpoint crosses a process boundary as paths, so that every replica reads (a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rill.errors import RequestError, WeightSyncError
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from rill.inference.base import NamedTensors
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +47,18 @@ class Checkpoint:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes from the files' headers; a file that is cut off is found out too. Needs no torch."""
-        from safetensors import SafetensorError, safe_open
-
-        found: dict[str, tuple[int, ...]] = {}
-        for shard in self.shards:
-            try:
-                with safe_open(shard, framework="np") as file:
-                    for name in file.keys():  # noqa: SIM118
-                        found[name] = tuple(file.get_slice(name).get_shape())
-            except (OSError, SafetensorError) as error:
-                raise WeightSyncError(f"{shard} cannot be read: {error}") from error
-        return found
+        return dict(self._read("np", lambda file, name: tuple(file.get_slice(name).get_shape())))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._read("pt", lambda file, name: file.get_tensor(name))
+
+    def _read(self, framework: str, take: Callable[[Any, str], T]) -> Iterator[tuple[str, T]]:
         from safetensors import SafetensorError, safe_open
 
         for shard in self.shards:
             try:
-                with safe_open(shard, framework="pt") as file:
+                with safe_open(shard, framework=framework) as file:
                     for name in file.keys():  # noqa: SIM118
-                        yield name, file.get_tensor(name)
+                        yield name, take(file, name)
             except (OSError, SafetensorError) as error:
                 raise WeightSyncError(f"{shard} cannot be read: {error}") from error

@@ -30,10 +30,7 @@ class EngineGate:
         """Request id -> epoch."""
 
     def submit(
-        self,
-        requests: Sequence[Request],
-        epoch: int,
-        on_delta: Callable[[Delta], None] | None = None,
+        self, requests: Sequence[Request], epoch: int, on_delta: Callable[[Delta], None] | None = None
     ) -> list[Future[Completion]]:
         with self._lock:
             if epoch <= self._stopped_through:

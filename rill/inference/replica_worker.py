@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 _COMPANY_WAIT_S = 0.002
 """How long news wait for more of their kind."""
+_SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that takes requests or packs news may keep the engine's from the interpreter. Python's own 5 ms are
+the time of two steps, and every launch gives the interpreter away."""
 
 End = Completion | tuple[str, Exception]
 """How a request ended: with a completion, or (its id, why not)."""
@@ -134,6 +138,7 @@ class Outbox:
 class Replica(Worker):
     def __init__(self, config: dict[str, Any]) -> None:
         """Build the engine that the configuration names."""
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         part = ENGINES.load(config["type"])
         self._engine: Engine = part(part.Config.model_validate(config))
         self._outbox = Outbox()

@@ -31,7 +31,7 @@ import httpx
 import numpy as np
 from pydantic import Field
 
-from rill.errors import AccessError, EngineError, RequestError, UnsupportedError, WeightSyncError
+from rill.errors import AccessError, EngineError, RequestError, WeightSyncError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.parameters import checked, expected_shapes
@@ -115,9 +115,7 @@ class SglangEngine(RemoteEngine):
             if not is_over:
                 await self._control("/abort_request", {"rid": rid})
 
-    async def _score_one(self, token_ids: TokenIds, temperature: float) -> Floats:
-        if temperature != 1.0:
-            raise UnsupportedError(f"SGLang scores at temperature 1 only, got {temperature}")
+    async def _score_one(self, token_ids: TokenIds) -> Floats:
         body = {
             "input_ids": token_ids.tolist(),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

@@ -1,7 +1,8 @@
 """vLLM in this process, as an Engine. The only file of rill that imports vllm.
 
     vllm.py          configuration, checks, and the Engine's methods
-    vllm_loop.py     the thread that drives vLLM, what is under way in it, requests and answers in vLLM's words
+    vllm_loop.py     drives vLLM step by step; requests and answers in vLLM's words
+    flight_engine.py what is under way, and how it is stopped and goes on
     vllm_worker.py   what is changed inside vLLM's workers
 
 What vLLM does not promise, these files see to:
@@ -10,17 +11,17 @@ What vLLM does not promise, these files see to:
 - with tied embeddings a reload may leave an output head of its own stale, or packed: it is tied and packed again;
 - a reload keeps tensors of a layer until it has all of them: it is given copies;
 - names, shapes and completeness of new weights are checked here;
-- an adapter that takes another's place gets an id of its own: nothing is found in a cache that the old one filled;
+- an adapter that takes another's place gets a name of its own: nothing is found in a cache that the old one filled;
 - log-probabilities are `processed_logprobs`, after penalties, bias and temperature; vLLM also truncates them by top-k,
   top-p and min-p, which the protocol does not: its sampler is told to report what it had before that.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,37 +29,19 @@ import numpy as np
 from pydantic import Field
 
 from rill.config import PartConfig
-from rill.errors import (
-    EngineError,
-    MissingExtraError,
-    ModelError,
-    RequestError,
-    StuckError,
-    UnsupportedError,
-    WeightSyncError,
-)
-from rill.inference.base import (
-    Completion,
-    Delta,
-    EngineStats,
-    Feature,
-    MemoryLevel,
-    NamedTensors,
-    PauseMode,
-    Request,
-)
+from rill.errors import MissingExtraError, ModelError, RequestError, UnsupportedError, WeightSyncError
+from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.commands import MOVE_TIMEOUT_S
-from rill.inference.flight import Flight
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.requests import Generates, check_fits, check_ids, check_request, wait_for_all
-from rill.inference.vllm_loop import Job, VllmLoop, VllmWords
+from rill.inference.requests import check_fits, check_request
+from rill.inference.vllm_loop import VllmLoop, VllmWords
 from rill.inference.vllm_worker import report_before_truncation, tie_head
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.runtime.process.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, SamplingParams, TokenIds
 
 
-class VllmEngine(Generates):
+class VllmEngine(VllmLoop):
     """See rill.inference.base.Engine for what each method promises."""
 
     class Config(PartConfig):
@@ -90,19 +73,17 @@ class VllmEngine(Generates):
     def __init__(self, config: Config) -> None:
         self.config = config
         vllm = _import_vllm(config.cpu_kv_gib)
-        self._words = VllmWords(vllm)
         self._num_adapters = 0
         """Loaded since the start: the number of one is its id in vLLM."""
         self._folder: ScratchFolder | None = None
         self._expected = expected_shapes(config.model)
         self._llm = vllm.LLM(**self._llm_args())
-        self._engine = self._llm.llm_engine
-        self._prepare(vllm.__version__)
-        self._is_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
-        self.max_context = int(self._engine.model_config.max_model_len)
-        self.vocab_size = int(self._engine.model_config.get_vocab_size())
-        self._loop = VllmLoop(self._engine, self._words)
-        self._commands = self._loop.commands
+        engine = self._llm.llm_engine
+        _prepare(engine, vllm.__version__)
+        super().__init__(engine, VllmWords(vllm))
+        self._is_cpu = engine.vllm_config.device_config.device_type == "cpu"
+        self.max_context = int(engine.model_config.max_model_len)
+        self.vocab_size = int(engine.model_config.get_vocab_size())
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -113,25 +94,8 @@ class VllmEngine(Generates):
         return frozenset(found)
 
     @property
-    def version(self) -> PolicyVersion:
-        return self._loop.version
-
-    @property
     def adapters(self) -> frozenset[str]:
-        return frozenset(self._loop.adapters)
-
-    # --- requests ----------------------------------------------------------------------------------------
-
-    def submit(
-        self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
-    ) -> list[Future[Completion]]:
-        self._check_available()
-        for request in requests:
-            self._check(request)
-        check_ids([request.id for request in requests], self._loop.jobs)
-        jobs = [Job(Flight(request, on_delta)) for request in requests]
-        self._loop.submit(jobs)
-        return [job.flight.future for job in jobs]
+        return frozenset(self._adapters)
 
     def score(
         self,
@@ -145,83 +109,34 @@ class VllmEngine(Generates):
         if temperature != 1.0:
             raise UnsupportedError(f"vllm scores at temperature 1 only, got {temperature}")
         self._check_available()
-        jobs = []
-        for index, tokens in enumerate(sequences):
-            request = Request(
+        requests = [
+            Request(
                 id=f"score-{time.monotonic_ns()}-{index}",
                 token_ids=np.asarray(tokens, np.int32),
                 sampling=SamplingParams(max_new_tokens=1),
                 adapter=adapter,
             )
+            for index, tokens in enumerate(sequences)
+        ]
+        for request in requests:
             self._check(request)
-            jobs.append(Job(Flight(request, None), is_score=True))
-        self._loop.submit(jobs)
-        flights = [job.flight for job in jobs]
-        done = wait_for_all(
-            [f.future for f in flights],
-            timeout_s,
-            what="vllm: score",
-            abort=lambda: self.abort([f.request.id for f in flights]),
-        )
-        return [completion.logprobs for completion in done]
 
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        ids = None if request_ids is None else list(request_ids)
-        command = self._commands.post("abort", lambda: self._loop.abort(ids))
-        if not self._commands.is_runner:  # from on_delta it takes effect after this step
-            self._commands.wait(command)
+        async def score_all() -> list[Floats]:
+            return await asyncio.gather(*map(self._scores, requests))
 
-    # --- control -----------------------------------------------------------------------------------------
-
-    def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        self._commands.call("pause", lambda: self._loop.set_pause(mode), timeout_s)
-        while mode is PauseMode.FINISH and self._loop.running:
-            if time.monotonic() > deadline:
-                raise StuckError(
-                    f"vllm: pause({mode}): {len(self._loop.running)} requests run after {timeout_s} s"
-                )
-            time.sleep(0.005)
-
-    def resume(self) -> None:
-        self._commands.call("resume", lambda: self._loop.set_pause(None))
+        return self._call(score_all(), "score", timeout_s)
 
     def release(self, level: MemoryLevel) -> None:
-        """vLLM gives back weights and cache together, whatever the level; the weights wait in host memory."""
         if Feature.RELEASE_MEMORY not in self.features:
             raise UnsupportedError(
                 "vllm: release needs CUDA and enable_sleep = true; its CPU build ignores sleep"
             )
-
-        def sleep() -> None:
-            if self._loop.running and self._loop.pause is not PauseMode.INTERRUPT:
-                raise EngineError("vllm: release needs an idle or paused engine: requests run")
-            self._loop.take_out()
-            self._engine.sleep(level=1)
-            self._loop.is_released = True
-
-        self._commands.call("release", sleep, MOVE_TIMEOUT_S)
-
-    def restore(self) -> None:
-        def wake() -> None:
-            if self._loop.is_released:
-                self._engine.wake_up()
-                self._loop.is_released = False
-                self._loop.put_back()
-
-        self._commands.call("restore", wake, MOVE_TIMEOUT_S)
-
-    def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
-        if partial:
-            raise UnsupportedError("vllm: its reload needs all parameters; publish whole weights")
-        if self.config.max_adapters:
-            raise UnsupportedError("vllm: with max_adapters the base model's weights stay as they are")
-        self._commands.call("update_weights", lambda: self._update(tensors, version), MOVE_TIMEOUT_S)
+        super().release(level)
 
     def load_adapter(self, name: str, source: str | Path) -> None:
-        loop, limit = self._loop, self.config.max_adapters
+        limit = self.config.max_adapters
 
-        def load() -> None:
+        async def load() -> None:
             if len(self.adapters | {name}) > limit:
                 raise ModelError(f"vllm: {limit} adapters fit (max_adapters): unload one, or start with more")
             self._num_adapters += 1
@@ -230,64 +145,28 @@ class VllmEngine(Generates):
                 self._engine.add_lora(adapter)
             except Exception as error:  # boundary: vLLM's refusals share no base class
                 raise ModelError(f"vllm: the adapter in {source} does not fit: {error}") from error
-            before = loop.adapters.get(name)
-            loop.adapters[name] = adapter
+            before = self._adapters.get(name)
+            self._adapters[name] = adapter
             if before is not None:
-                loop.take_out()  # what is under way goes on with the new one
+                await self._hold(cut=True)  # what is under way goes on with the new one
+                await self._emptied()
                 self._engine.remove_lora(before.lora_int_id)
-                loop.put_back()
+                self._go_on()
 
-        self._commands.call("load_adapter", load, MOVE_TIMEOUT_S)
+        self._call(load(), "load_adapter", MOVE_TIMEOUT_S)
 
     def unload_adapter(self, name: str) -> None:
-        loop = self._loop
+        async def unload() -> None:
+            if name in self._adapters:
+                await self._abort(lambda flight: flight.request.adapter == name)
+                self._engine.remove_lora(self._adapters.pop(name).lora_int_id)
 
-        def unload() -> None:
-            if name in loop.adapters:
-                loop.abort([i for i, job in loop.jobs.items() if job.flight.request.adapter == name])
-                self._engine.remove_lora(loop.adapters.pop(name).lora_int_id)
+        self._call(unload(), "unload_adapter")
 
-        self._commands.call("unload_adapter", unload)
-
-    def rewind(self) -> None:
-        def forget() -> None:
-            self._loop.version = PolicyVersion(0)
-
-        self._commands.call("rewind", forget)
-
-    def flush(self) -> None:
-        def reset() -> None:
-            self._loop.take_out()
-            self._forget_prefixes()
-            self._loop.put_back()
-
-        self._commands.call("flush", reset)
-
-    def stats(self) -> EngineStats:
-        return self._loop.stats()
-
-    def close(self) -> None:
-        if self._commands.is_closed:
-            return
-        self.abort()
-        self._loop.close()
-        if self._folder is not None:
-            self._folder.close()
-
-    def _prepare(self, version: str) -> None:
-        try:
-            self._engine.collective_rpc(report_before_truncation)
-        except (AttributeError, UnsupportedError) as error:
-            raise UnsupportedError(
-                f"vLLM {version} cannot be made to report log-probabilities that a trainer can recompute ({error}): use"
-                " 0.26 on a GPU or 0.32 on a CPU, which the adapter was made for"
-            ) from error
-
-    def _update(self, tensors: NamedTensors, version: PolicyVersion) -> None:
-        loop = self._loop
-        if version <= loop.version:
-            raise WeightSyncError(f"vllm: version {version} is not newer than {loop.version}")
-        loop.take_out()
+    async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
+        if partial:
+            raise UnsupportedError("vllm: its reload needs all parameters; publish whole weights")
+        await self._emptied()
         try:
             # Copies: vLLM keeps a layer's tensors until it has all of them, and whoever sends may use his memory again
             # for the next one.
@@ -296,33 +175,21 @@ class VllmEngine(Generates):
             self._engine.collective_rpc(tie_head)
             self._forget_prefixes()
         except Exception as error:  # vLLM raises anything; half-loaded weights must not be used
-            loop.unavailable = f"the last weight update failed: {error}"
             raise WeightSyncError(f"vllm: {error}") from error
-        loop.version, loop.unavailable = version, None
-        loop.put_back()
 
-    def _forget_prefixes(self) -> None:
-        if not self._engine.reset_prefix_cache():
-            raise EngineError("vllm: its prefix cache was not reset, and holds what older weights computed")
+    async def _close(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
 
     def _check(self, request: Request) -> None:
         check_request(
             request, max_context=self.max_context, vocab_size=self.vocab_size, adapters=self.adapters
         )
         check_fits(request, self.max_context)
-        if request.guide is not None or request.num_top_logprobs:
-            raise UnsupportedError(
-                f"request {request.id!r}: the vllm engine takes no grammars and tells the sampled tokens' "
-                "log-probabilities only: use native"
-            )
         try:
             self._words.sampling(request)
         except Exception as error:  # boundary: vLLM's refusals share no base class
             raise RequestError(f"request {request.id!r}: {error}") from error
-
-    def _check_available(self) -> None:
-        if self._commands.is_closed or self._loop.unavailable is not None:
-            raise EngineError(f"vllm: {self._loop.unavailable or 'the engine is closed'}")
 
     def _llm_args(self) -> dict[str, Any]:
         path, limit = self.config.model.path, self.config.max_adapters
@@ -363,6 +230,16 @@ def _import_vllm(cpu_kv_gib: int) -> Any:
     except ImportError as error:
         raise MissingExtraError(f"engine 'vllm' needs vLLM: pip install 'rill[vllm]' ({error})") from error
     return vllm
+
+
+def _prepare(engine: Any, version: str) -> None:
+    try:
+        engine.collective_rpc(report_before_truncation)
+    except (AttributeError, UnsupportedError) as error:
+        raise UnsupportedError(
+            f"vLLM {version} cannot be made to report log-probabilities that a trainer can recompute ({error}): use"
+            " 0.26 on a GPU or 0.32 on a CPU, which the adapter was made for"
+        ) from error
 
 
 def _write_model(model: ModelConfig, folder: str) -> None:

@@ -1,201 +1,140 @@
-"""The thread that drives vLLM's engine, what is under way in it, and rill's requests and answers in vLLM's words.
-Used by vllm.py only, which hands the module `vllm` in.
+"""vLLM's engine in this process, driven step by step; and rill's requests and answers in vLLM's words. Base of vllm.py,
+which hands the module `vllm` in.
 
-    callers                         engine thread
-    submit, abort, pause,   ──►  commands ─► LLMEngine.step() ─► deltas, completions
-    update_weights, score           ▲                │
-                                    └────────────────┘ sleeps when idle, paused or without usable weights
+    loop thread     attempts of flights (flight_engine.py), control ─► between two steps
+                    LLMEngine.step() ─► deltas into the flights, ends of attempts
 
-A job is held (in `held`) or in vLLM (in `running`). What interrupts (pause, update, flush, release) takes jobs out with
-their tokens kept, and puts them back later with those tokens as prompt: no token comes from an old cache entry.
-Everything but `submit` and `commands` runs on the engine's thread, so nothing here needs a lock of its own.
+A step keeps the thread as long as it takes; whatever else is asked of the engine is done after it. An attempt that
+is cut short leaves vLLM, and its flight comes back with its tokens as prompt: none comes from an old cache entry.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rill.errors import EngineDiedError, EngineError, RequestError
-from rill.inference.base import Completion, Delta, EngineStats, PauseMode, Request
-from rill.inference.commands import CONTROL_TIMEOUT_S, CommandQueue
+from rill.inference.base import Completion, Delta, MemoryLevel, Request
 from rill.inference.flight import Flight
+from rill.inference.flight_engine import FlightEngine
 from rill.inference.requests import sampling_words
-from rill.inference.tally import Tally
-from rill.types import PolicyVersion, StopReason
+from rill.types import Floats, PolicyVersion, StopReason
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A flight as vLLM knows it. Its id changes with every attempt: vLLM ids must not come back."""
+class _Job:
+    """A request in vLLM."""
 
-    flight: Flight
-    vllm_id: str = ""
-    is_score: bool = False
+    request: Request
+    flight: Flight | None
+    """None: its prompt is scored."""
+    ended: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """With a Completion; or with the prompt's scores."""
 
 
-class VllmLoop:
+class VllmLoop(FlightEngine):
     def __init__(self, engine: Any, words: VllmWords) -> None:
         """`engine` is vLLM's LLMEngine."""
-        self._engine = engine
-        self._words = words
-        self.version = PolicyVersion(0)
-        self.pause: PauseMode | None = None
-        self.unavailable: str | None = None
-        """Why no request can be taken: vLLM failed, or an update did."""
-        self.is_released = False
-        self.adapters: dict[str, Any] = {}
+        super().__init__("vllm", "vllm")
+        self._engine, self._words = engine, words
+        self._adapters: dict[str, Any] = {}
         """By name, as vLLM wants them with a request."""
-        self.jobs: dict[str, Job] = {}
-        self.running: dict[str, Job] = {}
-        self._held: list[Job] = []
-        self._num_attempts = 0
-        self._tally = Tally()
-        self.commands = CommandQueue(self._describe)
-        self._thread = threading.Thread(target=self._loop, name="rill-vllm-engine", daemon=True)
-        self._thread.start()
+        self._jobs: dict[str, _Job] = {}
+        """By vLLM's id, which changes with every attempt: it must not come back."""
+        self._num_jobs = 0
+        self._stepping: asyncio.Task[None] | None = None
 
-    # --- for callers' threads ----------------------------------------------------------------------------
+    async def _attempt(self, flight: Flight, request: Request) -> Completion:
+        params = self._words.sampling(request, flight.num_kept)
+        completion: Completion = await self._run(_Job(request, flight), params)
+        return completion
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue them; whatever keeps them from being taken ends them."""
+    async def _scores(self, request: Request) -> Floats:
+        scores: Floats = await self._run(_Job(request, None), self._words.scoring())
+        return scores
 
-        def end_if_lost(done: Future[Any]) -> None:
-            if (error := done.exception()) is not None:
-                for job in jobs:
-                    if not job.flight.future.done():
-                        job.flight.finish(error)
+    async def _flush(self) -> None:
+        await self._hold(cut=True)
+        await self._emptied()
+        self._forget_prefixes()
+        self._go_on()
 
-        self.commands.post("submit", lambda: self.add(jobs)).done.add_done_callback(end_if_lost)
+    async def _release(self, level: MemoryLevel) -> None:
+        """vLLM gives back weights and cache together, whatever the level; the weights wait in host memory."""
+        await self._emptied()
+        self._engine.sleep(level=1)
 
-    def stats(self) -> EngineStats:
-        return self._tally.stats(
-            num_running=len(self.running), num_waiting=len(self._held), version=self.version
-        )
+    async def _restore(self) -> None:
+        if self._is_released:
+            self._engine.wake_up()
 
-    def close(self) -> None:
-        self.commands.close()
-        self._thread.join(CONTROL_TIMEOUT_S)
+    async def _emptied(self) -> None:
+        """Nothing is in vLLM: attempts have been cut short, and what is scored ends soon."""
+        while self._jobs:
+            await asyncio.sleep(0)
 
-    def _describe(self) -> str:
-        return f"vllm: {len(self.running)} running, {len(self._held)} held, pause {self.pause}"
+    def _forget_prefixes(self) -> None:
+        if not self._engine.reset_prefix_cache():
+            raise EngineError("vllm: its prefix cache was not reset, and holds what older weights computed")
 
-    # --- on the engine's thread: what commands do --------------------------------------------------------
-
-    def add(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self.jobs[job.flight.request.id] = job
-            self._held.append(job)
-        self.put_back()
-
-    def abort(self, ids: Sequence[str] | None) -> None:
-        jobs = [self.jobs[i] for i in (list(self.jobs) if ids is None else ids) if i in self.jobs]
-        running = [job.vllm_id for job in jobs if job.vllm_id in self.running]
-        if running:
-            self._engine.abort_request(running)
-        for job in jobs:
-            self._end(job, EngineError("scoring was aborted") if job.is_score else job.flight.aborted())
-
-    def set_pause(self, mode: PauseMode | None) -> None:
-        self.pause = mode
-        if mode is None:
-            self.put_back()
-
-    def take_out(self) -> None:
-        """Out of vLLM, with the tokens so far kept; put back later."""
-        jobs = list(self.running.values())
-        if jobs:
-            self._engine.abort_request([job.vllm_id for job in jobs])
-        self.running.clear()
-        self._held = jobs + self._held
-
-    def put_back(self) -> None:
-        """Give vLLM everything that is held, unless nothing may be admitted now."""
-        if self.pause is not None or self.unavailable is not None or self.is_released:
-            return
-        held, self._held = self._held, []
-        for job in held:
-            self._admit(job)
-
-    # --- on the engine's thread: the loop ----------------------------------------------------------------
-
-    def _loop(self) -> None:
-        self.commands.enter_thread()
-        while not self.commands.is_closed:
-            self.commands.run_waiting(lambda: self._can_step)
-            if self._can_step:
-                self._step()
-        for job in list(self.jobs.values()):
-            self._end(job, job.flight.aborted())
-        self.commands.fail_waiting()
-
-    @property
-    def _can_step(self) -> bool:
-        if self.pause is PauseMode.INTERRUPT or self.unavailable is not None or self.is_released:
-            return False
-        return bool(self.running)
-
-    def _step(self) -> None:
-        try:
-            for output in self._engine.step():
-                if output.request_id in self.running:
-                    self._take(self.running[output.request_id], output)
-        except Exception as error:  # noqa: BLE001 - boundary: vLLM raises anything; every caller must hear of it
-            self.unavailable = f"vLLM failed: {type(error).__name__}: {error}"
-            for job in list(self.jobs.values()):
-                self._end(job, EngineDiedError(self.unavailable))
-
-    def _admit(self, job: Job) -> None:
-        job.flight.restart()
-        request = job.flight.next_request()
-        self._num_attempts += 1
-        job.vllm_id = f"{request.id}#{self._num_attempts}"
-        words = self._words
-        params = words.scoring() if job.is_score else words.sampling(request, job.flight.num_kept)
+    async def _run(self, job: _Job, params: Any) -> Any:
+        request = job.request
+        self._num_jobs += 1
+        vllm_id = f"{request.id}#{self._num_jobs}"
         try:
             self._engine.add_request(
-                job.vllm_id,
-                words.prompt(request),
+                vllm_id,
+                self._words.prompt(request),
                 params,
-                lora_request=None if request.adapter is None else self.adapters[request.adapter],
+                lora_request=None if request.adapter is None else self._adapters[request.adapter],
                 priority=request.priority,
             )
-        except Exception as error:  # noqa: BLE001 - boundary: vLLM's refusals share no base class
-            self._end(job, RequestError(f"request {request.id!r}: {error}"))
-            return
-        self.running[job.vllm_id] = job
+        except Exception as error:  # boundary: vLLM's refusals share no base class
+            raise RequestError(f"request {request.id!r}: {error}") from error
+        self._jobs[vllm_id] = job
+        if self._stepping is None:
+            self._stepping = self._loop.create_task(self._step())
+        try:
+            return await job.ended
+        finally:
+            if self._jobs.pop(vllm_id, None) is not None:
+                self._engine.abort_request([vllm_id])
 
-    def _take(self, job: Job, output: Any) -> None:
-        request = job.flight.request
-        if job.is_score:
-            if output.finished:
-                self._end(job, scores_of(request, output.prompt_logprobs))
-            return
-        delta = delta_of(request, output, self.version)
-        self._tally.add(num_generated_tokens=len(delta.token_ids))
-        job.flight.record(delta)
-        if delta.stop_reason is not None:
-            cached = output.num_cached_tokens or 0
-            text = stop_text_of(output)
-            self._end(job, job.flight.completed(delta.stop_reason, stop_text=text, num_cached_tokens=cached))
+    async def _step(self) -> None:
+        """While there is something in vLLM."""
+        try:
+            while self._jobs:
+                for output in self._engine.step():
+                    job = self._jobs.get(output.request_id)
+                    if job is not None and not job.ended.done():  # else it is being cut short
+                        self._take(job, output)
+                await asyncio.sleep(0)
+        except Exception as error:  # noqa: BLE001 - boundary: vLLM raises anything; every caller must hear of it
+            self._unavailable = f"vLLM failed: {type(error).__name__}: {error}"
+            jobs, self._jobs = self._jobs, {}
+            for job in jobs.values():
+                if not job.ended.done():
+                    job.ended.set_exception(EngineDiedError(self._unavailable))
+        finally:
+            self._stepping = None
 
-    def _end(self, job: Job, outcome: Completion | BaseException) -> None:
-        if self.jobs.pop(job.flight.request.id, None) is None:
-            return
-        self.running.pop(job.vllm_id, None)
-        if job in self._held:
-            self._held.remove(job)
-        if isinstance(outcome, Completion) and not job.is_score:
-            self._tally.end(
-                num_prompt=len(job.flight.request.token_ids), num_cached=outcome.num_cached_tokens
-            )
-        job.flight.finish(outcome)
+    def _take(self, job: _Job, output: Any) -> None:
+        ended: Completion | Floats | None = None
+        if job.flight is None:
+            ended = scores_of(job.request, output.prompt_logprobs) if output.finished else None
+        else:
+            delta = delta_of(job.request, output, self.version)
+            self._gain(job.flight, delta)
+            if delta.stop_reason is not None:
+                cached, text = output.num_cached_tokens or 0, stop_text_of(output)
+                ended = job.flight.completed(delta.stop_reason, stop_text=text, num_cached_tokens=cached)
+        if ended is not None:
+            del self._jobs[output.request_id]
+            job.ended.set_result(ended)
 
 
 class VllmWords:
@@ -236,7 +175,8 @@ class VllmWords:
         )
 
     def adapter(self, name: str, number: int, folder: str | Path) -> Any:
-        return self._vllm.lora.request.LoRARequest(name, number, str(folder))
+        """vLLM's prefix cache and its sets tell adapters apart by their names alone, so each has one of its own."""
+        return self._vllm.lora.request.LoRARequest(f"{name}#{number}", number, str(folder))
 
 
 def delta_of(request: Request, output: Any, version: PolicyVersion) -> Delta:
@@ -257,19 +197,13 @@ def stop_text_of(output: Any) -> str | None:
     return reason if isinstance(reason, str) else None
 
 
-def scores_of(request: Request, prompt_logprobs: Any) -> Completion:
-    """The prompt's own log-probabilities, in a completion that generated nothing."""
+def scores_of(request: Request, prompt_logprobs: Any) -> Floats:
+    """The prompt's own log-probabilities."""
     scores = np.zeros(len(request.token_ids), np.float32)
     for index, entry in enumerate(prompt_logprobs or []):
         if entry is not None:
             scores[index] = entry[int(request.token_ids[index])].logprob
-    return Completion(
-        request_id=request.id,
-        token_ids=request.token_ids,
-        logprobs=scores,
-        versions=np.zeros(len(scores), np.int32),
-        stop_reason=StopReason.LENGTH,
-    )
+    return scores
 
 
 def _stop_reason(sample: Any) -> StopReason:

@@ -28,7 +28,6 @@ HARMLESS = (
     "loop.step_timeout_s",
     "loop.max_relaunches",
     "loop.max_refills",
-    "loop.max_concurrent_prompts",
     "rollout.log_groups",
     "rollout.max_concurrent",
     "rollout.env_workers",

@@ -17,7 +17,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -63,7 +63,9 @@ class RunCheckpoints:
         self._unsettled: tuple[int, list[Handle]] | None = None
         """The step whose files are being written, and the calls that wait for them."""
         self._compaction = Compaction(run.path) if compacts else None
-        self._compacting: threading.Thread | None = None
+        self._tidying: threading.Thread | None = None
+        self._doomed: list[Path] = []
+        """Folders that do not count any more, and take room."""
 
     def save(self, step: int, score: float | None = None) -> None:
         """`score`: of what loop.keep_best names; the checkpoint with the highest is kept beside the newest.
@@ -102,8 +104,8 @@ class RunCheckpoints:
                 "files": checksums(folder),
             }
             write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
-        self._drop_old()
-        self._compact()
+        self._doom_old()
+        self._tidy()
 
     def settle_if_done(self) -> None:
         """As `settle`, without waiting."""
@@ -122,6 +124,7 @@ class RunCheckpoints:
         else:
             with suppress(RillError):  # what goes wrong is told by the error that is under way
                 self.settle(SETTLE_S)
+        self._end_tidying()
 
     @contextmanager
     def _told(self, step: int) -> Iterator[None]:
@@ -186,26 +189,35 @@ class RunCheckpoints:
                     raise outcome.error
         return ""
 
-    def _compact(self) -> None:
-        """Behind the run's back: the log of what the oldest checkpoint that is kept has trained on, or dropped."""
-        if self._compaction is None or (self._compacting is not None and self._compacting.is_alive()):
-            return
-        needed = needed_groups(whole_checkpoints(self._run)[-self._keep :][0])
-        if needed is not None:
-            self._compacting = threading.Thread(
-                target=self._compaction.run, args=(needed,), name="compaction", daemon=True
-            )
-            self._compacting.start()
-
-    def _drop_old(self) -> None:
+    def _doom_old(self) -> None:
         whole = whole_checkpoints(self._run)
         scores = {folder: score for folder in whole if (score := score_of(folder)) is not None}
         best = max(scores, key=lambda folder: (scores[folder], folder), default=None)
         for folder in whole[: -self._keep]:
-            if folder == best:
-                continue
-            (folder / MANIFEST).unlink()  # first: a half-removed checkpoint must not look whole
-            shutil.rmtree(folder)
+            if folder != best:
+                (folder / MANIFEST).unlink()  # a half-removed checkpoint must not look whole
+                self._doomed.append(folder)
+
+    def _tidy(self) -> None:
+        """Behind the run's back: the folders, and the log of what the oldest checkpoint that is kept has trained on, or
+        dropped. Where that takes longer than a checkpoint, the next one goes on with it."""
+        if self._tidying is not None and self._tidying.is_alive():
+            return
+        doomed, self._doomed = self._doomed, []
+        needed = needed_groups(whole_checkpoints(self._run)[-self._keep :][0])
+        self._tidying = threading.Thread(target=self._remove, args=(doomed, needed), name="tidy", daemon=True)
+        self._tidying.start()
+
+    def _remove(self, doomed: Sequence[Path], needed: Callable[[str], bool] | None) -> None:
+        for folder in doomed:
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._compaction is not None and needed is not None:
+            self._compaction.run(needed)
+
+    def _end_tidying(self) -> None:
+        if self._tidying is not None:
+            self._tidying.join(SETTLE_S)
+        self._remove(self._doomed, None)
 
 
 def needed_groups(checkpoint: Path) -> Callable[[str], bool] | None:

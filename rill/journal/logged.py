@@ -31,10 +31,9 @@ from rill.types import StopReason
 class LoggedEngine:
     """rill.inference.policy.Asked."""
 
-    def __init__(self, gate: EngineGate, log: TokenLog, *, delay_s: float, decode: Decode) -> None:
+    def __init__(self, gate: EngineGate, log: TokenLog, *, decode: Decode) -> None:
         self._gate = gate
         self._log = log
-        self._delay_s = delay_s
         self._decode = decode
         run_dir = log.folder.parent
         self._reader = LogReader(run_dir, partial(needed_now, run_dir))
@@ -60,7 +59,7 @@ class LoggedEngine:
                     sampling=rest.sampling,
                     num_generated=request.num_generated + len(said.token_ids),
                 )
-            asked.append(replace(request, delta_interval_s=self._delay_s))
+            asked.append(replace(request, delta_interval_s=self._log.collect_s(len(asked))))
         outer = {request.id: future for request, future in zip(requests, futures, strict=True)}
         for request in asked:
             self._begin(request, before.get(request.id), outer[request.id])

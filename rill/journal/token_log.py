@@ -1,12 +1,13 @@
 """The token log of one process: every sampled token, and every effect outside of the model, on disk before it is used.
 
-    engine's thread ── tokens ──▶ ┐                                 ┌─▶ segment files in RUN/journal/
+    engine's thread ── tokens ──▶ ┐                                 ┌─▶ files in RUN/journal/ ◀── syncer's thread
                                   ├─ pending ──▶ writer's thread ───┤
     episodes        ── events ──▶ ┘   (delay_s at most)             └─▶ whoever waits for what was written
 
 Commits are grouped: tokens wait for others up to `delay_s`; the end of a sequence, and a tool's result, do not wait. A
-record that is handed to the operating system survives the process; `sync_s` bounds what a lost machine costs. A full
-disk does not end the run: the log waits for room, says so, and sampling waits for the log, `FULL_TIMEOUT_S` at most.
+record that is handed to the operating system survives the process; `sync_s` bounds what a lost machine costs, and has a
+thread of its own: nobody waits for a slow disk. A full disk does not end the run: the log waits for room, says so, and
+sampling waits for the log, `FULL_TIMEOUT_S` at most.
 
 Each process writes files of its own, and holds a lock on the newest for as long as it lives: so others can tell what
 the dead have left (reader.py).
@@ -14,6 +15,7 @@ the dead have left (reader.py).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -38,6 +40,10 @@ PICTURES = "pictures"
 """The event that a sequence begins with whose prompt shows some: [start, tokens, hash] each."""
 FULL_TIMEOUT_S = 600.0
 RETRY_S = 1.0
+WRITER_SHARE = 0.25
+"""Of `delay_s`, in which the writer waits for more; for the rest sequences collect their tokens."""
+SPREAD = 0.25
+"""By how much of that their times differ."""
 
 
 class JournalConfig(Config):
@@ -45,7 +51,7 @@ class JournalConfig(Config):
 
     enabled: bool = True
     """Off: what was sampled after the last checkpoint, or on an engine that dies, is sampled again."""
-    delay_s: float = Field(0.5, ge=0)
+    delay_s: float = Field(1.0, ge=0)
     """How long a token may wait before it is written: what a killed engine loses of each answer."""
     sync_s: float = Field(1.0, ge=0)
     """How long what is written may wait before it would survive a loss of power. 0: the operating system decides."""
@@ -70,12 +76,18 @@ class TokenLog:
         """Held while a commit is under way, so that records are in the order in which they came."""
         self._is_urgent = False
         self._is_closed = False
+        self._closing = threading.Event()
         self._next_number = 0
         self._size = 0
         self._fd = -1
+        self._unsynced: list[int] = []
+        """Descriptors of files that are ended."""
         self._begin_files()
-        self._thread = threading.Thread(target=self._run, name="token-log", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name="token-log", daemon=True)]
+        if config.sync_s:
+            self._threads.append(threading.Thread(target=self._run_sync, name="token-log-sync", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     # --- sequences ----------------------------------------------------------------------------------------
 
@@ -90,6 +102,11 @@ class TokenLog:
                 places = [[picture.start, picture.num_tokens, picture.key] for picture in pictures]
                 self._pending.append(Event(sequence_id, PICTURES, places))
         return number
+
+    def collect_s(self, nth: int) -> float:
+        """How long the nth of sequences that begin together collects tokens before it hands them over. They differ, so
+        that no step of the engine has the work of all."""
+        return self._config.delay_s * (1 - WRITER_SHARE) * (1 - SPREAD * (nth * 0.618 % 1))
 
     def tokens(self, number: int, token_ids: TokenIds, logprobs: Floats, versions: Ints) -> None:
         """By the engine's thread, which must not wait: they are written a moment later."""
@@ -132,8 +149,11 @@ class TokenLog:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._thread.join(timeout=10.0)
+        self._threads[0].join(timeout=10.0)
         self._commit()
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(timeout=10.0)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -141,15 +161,31 @@ class TokenLog:
     # --- inside -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        synced_s, synced_size = time.monotonic(), self._size
         while not self._is_closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_urgent or self._is_closed, self._config.delay_s)
+                self._changed.wait_for(
+                    lambda: self._is_urgent or self._is_closed, WRITER_SHARE * self._config.delay_s
+                )
             self._commit()
-            if self._config.sync_s and time.monotonic() - synced_s > self._config.sync_s:
-                if self._size != synced_size:
-                    self._sync()
-                synced_s, synced_size = time.monotonic(), self._size
+
+    def _run_sync(self) -> None:
+        """Until what was written before the end is safe too."""
+        synced = 0
+        while True:
+            is_last = self._closing.wait(self._config.sync_s)
+            with self._writing:
+                fds, self._unsynced = self._unsynced, []
+                if fds or self._size != synced:
+                    fds.append(os.dup(self._fd))
+                synced = self._size
+            for fd in fds:
+                try:
+                    os.fdatasync(fd)
+                except OSError as error:
+                    log.warning("the token log in %s cannot be synced: %s", self.folder, error.strerror)
+                os.close(fd)
+            if is_last:
+                return
 
     def _commit(self) -> JournalError | None:
         """Write what is pending, and tell those who wait for it."""
@@ -189,12 +225,6 @@ class TokenLog:
                     is_told = True
                 time.sleep(RETRY_S)
 
-    def _sync(self) -> None:
-        try:
-            os.fdatasync(self._fd)
-        except OSError as error:
-            log.warning("the token log in %s cannot be synced: %s", self.folder, error.strerror)
-
     def _begin_files(self) -> None:
         self._stem = f"{self._process}-{time.time_ns():x}-{os.getpid()}"
         self._num_segments = 0
@@ -215,7 +245,11 @@ class TokenLog:
         except OSError:
             os.close(fd)
             raise
-        if self._fd >= 0:
+        if self._fd >= 0 and self._config.sync_s:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # the syncer has it open for a while
+            self._unsynced.append(self._fd)
+        elif self._fd >= 0:
             os.close(self._fd)
         self._fd, self._size = fd, len(records.MAGIC)
         self._num_segments += 1

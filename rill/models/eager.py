@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,32 @@ _IGNORED = frozenset(
 _KNOWN = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 
 
+class ScoreRule(NamedTuple):
+    """How one layer turns products of queries and keys into probabilities."""
+
+    scale: float
+    window: int = 0
+    """Tokens a query sees, itself included; 0: all."""
+    softcap: float = 0.0
+    """c tanh(score / c) takes the place of each score; 0: off."""
+    sinks_H: Tensor | None = None
+    """A learnt score for each head that takes its part of the probability and has no value."""
+
+    @staticmethod
+    def of(
+        key: Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **ignored: Any,
+    ) -> ScoreRule:
+        """From the arguments of transformers' attention interface. Others change nothing: `probe_model` has seen them
+        when the model was loaded."""
+        scale = key.shape[-1] ** -0.5 if scaling is None else scaling
+        return ScoreRule(scale, sliding_window or 0, softcap or 0.0, s_aux)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
     """How one layer calls attention."""
@@ -48,13 +74,7 @@ class AttentionCall:
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    scale: float
-    window: int
-    """Tokens a query sees, itself included; 0: all."""
-    softcap: float
-    """c tanh(score / c) takes the place of each score; 0: off."""
-    sinks_H: Tensor | None
-    """A learnt score for each head that takes its part of the probability and has no value."""
+    rule: ScoreRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +125,8 @@ class Probe:
 
     calls: list[AttentionCall]
     """By layer."""
+    queries: list[tuple[Tensor, Tensor]]
+    """By layer: what went into its attention [T, E], and the queries [T, H, D] that came of it."""
     ids_1T: Tensor
     embedded_TE: Tensor
     """What went into the first block."""
@@ -115,6 +137,7 @@ def probe_model(model: PreTrainedModel) -> Probe:
     """UnsupportedError where a layer does something else than causal softmax over keys and values."""
     _refuse_kinds(model)
     calls: dict[int, AttentionCall] = {}
+    queries: dict[int, Tensor] = {}
 
     def record(
         module: nn.Module,
@@ -133,16 +156,13 @@ def probe_model(model: PreTrainedModel) -> Probe:
         layer: Any = module.layer_idx
         if layer in calls:
             raise UnsupportedError(f"layer {layer} attends twice")
-        scale = arguments.get("scaling")
+        queries[layer] = query[0].transpose(0, 1)
         calls[layer] = AttentionCall(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             key_dim=key.shape[3],
             value_dim=value.shape[3],
-            scale=key.shape[3] ** -0.5 if scale is None else float(scale),
-            window=arguments.get("sliding_window") or 0,
-            softcap=arguments.get("softcap") or 0.0,
-            sinks_H=arguments.get("s_aux"),
+            rule=ScoreRule.of(key, **arguments),
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -150,23 +170,27 @@ def probe_model(model: PreTrainedModel) -> Probe:
 
     AttentionInterface.register(PROBE_NAME, record)
     ids = check_tokens(model)[:, :2]
-    entered: list[Tensor] = []
+    entered: dict[nn.Module, Tensor] = {}
 
     def enter(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        entered.append(positional[0] if positional else named["hidden_states"])
+        entered[module] = (positional[0] if positional else named["hidden_states"])[0]
 
-    hook = decoder_blocks(model)[0].register_forward_pre_hook(enter, with_kwargs=True)
+    blocks = decoder_blocks(model)
+    attentions: list[Any] = [block.self_attn for block in blocks if hasattr(block, "self_attn")]
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in (blocks[0], *attentions)]
     try:
         with attention_of(model, PROBE_NAME):
             positions = torch.arange(2, device=ids.device)[None]
             model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     missing = [i for i in range(num_layers(model)) if i not in calls]
     if missing:
         raise UnsupportedError(f"layers {missing} keep another state than keys and values")
     _check_windows(model, calls)
-    return Probe([calls[i] for i in range(len(calls))], ids, entered[0][0])
+    made = [(entered[module], queries[layer]) for layer, module in enumerate(attentions)]
+    return Probe([calls[i] for i in range(len(calls))], made, ids, entered[blocks[0]])
 
 
 @torch.no_grad()
@@ -252,8 +276,7 @@ def _check_windows(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> N
     values = config.to_dict()
     kinds = values.get("layer_types") or ["full_attention"] * len(calls)
     for layer, kind in enumerate(kinds[: len(calls)]):
-        if kind == "sliding_attention" and not calls[layer].window and values.get("sliding_window"):
+        if kind == "sliding_attention" and not calls[layer].rule.window and values.get("sliding_window"):
             raise UnsupportedError(f"layer {layer} has its sliding window in the mask alone")
-    for name in ("attention_chunk_size",):
-        if values.get(name):
-            raise UnsupportedError(f"it attends within chunks ({name})")
+    if values.get("attention_chunk_size"):
+        raise UnsupportedError("it attends within chunks (attention_chunk_size)")

@@ -40,6 +40,18 @@ def expert_blocks(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module)]
 
 
+def is_stacked(experts: Any) -> bool:
+    """Its weights are `gate_up_proj` [E, 2I, H], gates first, and `down_proj` [E, H, I], as in transformers mostly."""
+    held = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    return (
+        all(isinstance(weight, Tensor) for weight in held)
+        and getattr(experts, "has_gate", False)
+        and getattr(experts, "is_concatenated", False)
+        and not experts.has_bias
+        and not experts.is_transposed
+    )
+
+
 class Routing:
     """Of one model. One thread at a time runs it."""
 

@@ -339,13 +339,16 @@ def _arrivals(
 
 
 def _fullest_s(cost: WorkerCost, option: Option, items: Ints, replicas: Ints) -> Floats:
-    """Work of the replica that has got the most: of r sums of x lengths, the largest is about √(2 ln r / x)
-    coefficients of variation above the mean."""
-    work = work_seconds(option, items, replicas)
-    if not cost.lengths:
-        return work
-    excess = np.sqrt(2 * np.log(np.maximum(1, replicas)) / np.maximum(1, items))
-    return work * (1 + lengths_of(cost.lengths).variation * excess)
+    """Work of the replica that has got the most."""
+    return work_seconds(option, items, replicas) * fullest(cost.lengths, items, replicas)
+
+
+def fullest(lengths: tuple[float, ...], items: Floats | Ints, replicas: Floats | Ints) -> Floats:
+    """What the fullest replica has got, relative to the mean: of r sums of x lengths the largest is about √(2 ln r / x)
+    coefficients of variation above it."""
+    variation = lengths_of(lengths).variation if lengths else 0.0
+    result: Floats = 1 + variation * np.sqrt(2 * np.log(np.maximum(1, replicas)) / np.maximum(1, items))
+    return result
 
 
 def _steps(cost: WorkerCost, items: Ints, total: int) -> Floats:

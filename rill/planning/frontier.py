@@ -147,7 +147,8 @@ Combine: TypeAlias = Callable[[Floats, Floats], tuple[Floats, Ints, Ints]]
 
 
 def product(source: Source, combine: Combine) -> Frontier:
-    """Every possible pair of rows of a source's two frontiers, in pieces that fit in memory, beaten rows dropped."""
+    """Every possible pair of rows of a source's two frontiers, in pieces that fit in memory; beaten rows are dropped
+    where they are many: the caller drops the others once it has all."""
     left, right = source.left, source.right
     assert left is not None and right is not None
     found: list[Frontier] = []
@@ -155,22 +156,21 @@ def product(source: Source, combine: Combine) -> Frontier:
     for start in range(0, len(left) if len(right) else 0, step):
         table, a, b = combine(left.table[start : start + step], right.table)
         if len(table):
-            keep = _unbeaten(table)
-            found.append(Frontier.of(table[keep], source, a[keep] + start, b[keep]))
-    merged = Frontier.union(found, left.table.shape[1] - DEVICES)
-    return merged.best() if len(found) > 1 else merged
+            made = Frontier.of(table, source, a + start, b)
+            found.append(made.best() if len(table) > _FEW_ROWS else made)
+    return Frontier.union(found, left.table.shape[1] - DEVICES)
 
 
 def _unbeaten(table: Floats) -> Ints:
     if len(table) <= 1:
         return np.arange(len(table))
-    columns = [table[:, c] for c in range(table.shape[1]) if c != LATENCY]
-    return undominated([*columns, -table[:, MIX]], table[:, LATENCY])
+    varies = (table[1:] != table[0]).any(axis=0)  # a column that is the same everywhere says nothing
+    columns = [table[:, c] for c in np.flatnonzero(varies) if c != LATENCY]
+    return undominated([*columns, -table[:, MIX]] if varies[MIX] else columns, table[:, LATENCY])
 
 
 def undominated(axes: Sequence[Floats | Ints], value: Floats) -> Ints:
     """Indices of the rows for which no other row is at most as large on every axis and in value."""
-    axes = [axis for axis in axes if (axis != axis[0]).any()]  # one that is the same everywhere says nothing
     if len(value) <= _FEW_ROWS:
         return _undominated_in_pairs(axes, value)
     ranks, sizes = [], []

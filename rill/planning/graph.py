@@ -1,12 +1,13 @@
 """The workflow as a graph: nodes are worker groups, edges are channels.
 
-`traced.graph_of` draws it from what the runtime saw; `Graph.load` reads the same from a file that a person can edit:
+`traced.graph_of` draws it from what the runtime saw; a profile holds the same for people to read and edit:
 
+    [graph]
     batch = 512                                  # items of a step
     nodes = ["rollout", "reference", "actor"]
-    [edges]
+    [graph.edges]
     "rollout -> reference" = 57344.0             # bytes of one item
-    [syncs]
+    [graph.syncs]
     "actor -> rollout" = 3.1e9                   # bytes of the weights, once a step
 
 The search wants no cycles: `collapsed` makes one node of each (environment ↔ policy becomes "env+policy").
@@ -14,11 +15,9 @@ The search wants no cycles: `collapsed` makes one node of each (environment ↔ 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from rill.errors import PlanError
@@ -76,14 +75,6 @@ class Graph:
         for end in ends:
             if end not in names:
                 raise PlanError(f"an edge names {end!r}; the nodes are {', '.join(names)}")
-
-    @classmethod
-    def load(cls, path: Path | str) -> Graph:
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise PlanError(f"cannot read the graph {path}: {error}") from None
-        return cls.from_values(values, str(path))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], where: str = "graph") -> Graph:

@@ -14,6 +14,7 @@ below it give each worker's devices; times and memory are predictions, and `basi
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from rill.planning.graph import ARROW, Graph
 from rill.planning.price import price, seat_of, stage_seconds
 from rill.planning.search import Found, Mode, Tree, best_of_modes, search
 
-_TOKEN = re.compile(r"\s*(?:([A-Za-z0-9_.+\-]+)|(.))")
+_NAME = re.compile(r"[A-Za-z0-9_.+\-]+")
 _OPS = {"series": Op.SERIES, "parallel": Op.PARALLEL, "turns": Op.TURNS, "together": Op.TOGETHER}
 
 
@@ -74,7 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How many of each kind it was made for."""
     workers: dict[str, Placed]
     edges: dict[str, int] = {}
-    """Items that pass at a time, by "source -> target"."""
+    """Items that the target takes at a time, by "source -> target"."""
     rejected: dict[str, str] = {}
     """The best of the other modes, and why it lost."""
     notes: tuple[str, ...] = ()
@@ -96,6 +97,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ids = _assigned(problem, found.tree)
         workers = _placed(problem, found.tree, ids, basis or {})
         busy = sum(placed.seconds for placed in workers.values())
+        taken = {stage.nodes[0]: stage.chunk for stage in found.tree.stages()}
         return cls(
             structure=structure_text(found.tree),
             mode=str(found.tree.mode),
@@ -105,10 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             spread=sum(p.spread * p.seconds for p in workers.values()) / busy if busy else 0.0,
             devices={pool.kind: pool.count for pool in problem.pools},
             workers=workers,
-            edges={
-                f"{e.source}{ARROW}{e.target}": found.tree.meeting(e.source, e.target).chunk
-                for e in problem.graph.edges
-            },
+            edges={f"{e.source}{ARROW}{e.target}": taken[e.target] for e in problem.graph.edges},
             rejected={str(mode): _why_it_lost(problem, found, other) for mode, other in others},
             notes=tuple(notes),
         )
@@ -134,11 +133,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def validate(self) -> None:
         """That the structure and the workers' devices say the same. PlanError names the first contradiction."""
-        names = [
-            name
-            for node in _names_in(self.structure)
-            for name in (node.split("+") if node not in self.workers else [node])
-        ]
+        shape = _Structure(self.structure, self, {}).tree(self.batch)
+        names = [seat.worker for stage in shape.stages() for seat in stage.seats]
         if sorted(names) != sorted(self.workers):
             raise PlanError(
                 f"the structure runs {', '.join(names)}; there are devices for {', '.join(self.workers)}"
@@ -159,24 +155,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise PlanError(
                     f"{name} takes {placed.chunk} items at a time, which do not divide the batch of {self.batch}"
                 )
-        self._check_sharing()
+        self._check_sharing(shape)
 
     @property
     def signature(self) -> str:
-        """What the plan makes of a run: devices and chunks. Two plans with the same one are the same run."""
+        """What the plan makes of a run: devices, chunks and lag. Two plans with the same one are the same run."""
         seats = " ".join(f"{name}@{placed.devices}" for name, placed in sorted(self.workers.items()))
         cut = " ".join(
             f"{arrow}:{chunk}" for arrow, chunk in sorted(self.edges.items()) if chunk < self.batch
         )
-        return f"{self.batch}: {seats}" + (f"; {cut}" if cut else "")
+        ahead = f"; lag {self.lag}" if self.lag else ""
+        return f"{self.batch}: {seats}" + (f"; {cut}" if cut else "") + ahead
 
     def tree(self, graph: Graph) -> Tree:
         """What `price` and the simulator take; times are not filled in."""
         members = {node.name: node.members or (node.name,) for node in graph.nodes}
-        return _Parser(self.structure, self, members).tree(self.batch)
+        return _Structure(self.structure, self, members).tree(self.batch)
 
-    def _check_sharing(self) -> None:
-        shape = _Parser(self.structure, self, {}).tree(self.batch)
+    def _check_sharing(self, shape: Tree) -> None:
         for a, b in ((a, b) for a in self.workers for b in self.workers if a < b):
             node_a, node_b = _node_of(shape, a), _node_of(shape, b)
             if node_a == node_b:
@@ -354,45 +350,47 @@ def _why_it_lost(problem: Problem, best: Found, other: Found | str) -> str:
 # --- the structure's line, read ---------------------------------------------------------------------------
 
 
-def _names_in(structure: str) -> list[str]:
-    words = [word for word, _ in _TOKEN.findall(re.sub(r"chunks\[\d+\]", "", structure)) if word]
-    return [word for word in words if word not in _OPS]
+def _quoted(name: re.Match[str]) -> str:
+    return name[0] if name[0].isdigit() or name[0] in (*_OPS, "chunks") else repr(name[0])
 
 
 @dataclass
-class _Parser:
+class _Structure:
+    """A structure's line is an expression of Python's grammar, once the workers' names are quoted."""
+
     text: str
     plan: Plan
     members: Mapping[str, tuple[str, ...]]
 
     def tree(self, chunk: int) -> Tree:
-        self._tokens = [word or sign for word, sign in _TOKEN.findall(self.text)]
-        self._at = 0
-        tree = self._expression(chunk)
-        if self._at < len(self._tokens):
-            raise PlanError(f"structure {self.text!r}: {self._tokens[self._at]!r} follows the end")
-        return tree
+        try:
+            return self._tree(ast.parse(_NAME.sub(_quoted, self.text.strip()), mode="eval").body, chunk)
+        except SyntaxError as error:
+            raise PlanError(
+                f"structure {self.text!r} cannot be read at {error.offset}: {error.msg}"
+            ) from None
 
-    def _expression(self, chunk: int) -> Tree:
-        word = self._next()
-        if word == "chunks":
-            self._expect("[")
-            smaller = self._next()
-            if not smaller.isdigit() or int(smaller) < 1 or chunk % int(smaller):
-                raise PlanError(f"structure {self.text!r}: chunks of {smaller} do not divide {chunk} items")
-            self._expect("]")
-            self._expect("(")
-            inner = self._expression(int(smaller))
-            self._expect(")")
-            return self._made(Op.FINER, chunk, (inner,))
-        if word in _OPS:
-            self._expect("(")
-            first = self._expression(chunk)
-            self._expect(",")
-            second = self._expression(chunk)
-            self._expect(")")
-            return self._made(_OPS[word], chunk, (first, second))
-        return self._stage(word, chunk)
+    def _tree(self, node: ast.expr, chunk: int) -> Tree:
+        match node:
+            case ast.Call(func=ast.Subscript(ast.Name("chunks"), ast.Constant(int(smaller))), args=[inside]):
+                if smaller < 1 or chunk % smaller:
+                    raise PlanError(
+                        f"structure {self.text!r}: chunks of {smaller} do not divide {chunk} items"
+                    )
+                halves: tuple[Tree, ...] = (self._tree(inside, smaller),)
+                op = Op.FINER
+            case ast.Call(func=ast.Name(name), args=[first, second]) if name in _OPS:
+                halves = (self._tree(first, chunk), self._tree(second, chunk))
+                op = _OPS[name]
+            case ast.Constant(str(name)):
+                return self._stage(name, chunk)
+            case _:
+                raise PlanError(
+                    f"structure {self.text!r}: {ast.unparse(node)} is no worker and none of chunks[n](x), "
+                    f"{', '.join(f'{name}(x, y)' for name in _OPS)}"
+                )
+        nodes = tuple(name for half in halves for name in half.nodes)
+        return Tree(op=op, nodes=nodes, chunk=chunk, halves=halves)
 
     def _stage(self, name: str, chunk: int) -> Tree:
         members = self.members.get(name) or ((name,) if name in self.plan.workers else tuple(name.split("+")))
@@ -406,17 +404,3 @@ class _Parser:
         ids = [set(self.plan.workers[member].ids) for member in members]
         is_apart = len(members) > 1 and not set.intersection(*ids)
         return Tree(op=Op.STAGE, nodes=(name,), chunk=chunk, seats=tuple(seats), is_apart=is_apart)
-
-    def _made(self, op: Op, chunk: int, halves: tuple[Tree, ...]) -> Tree:
-        nodes = tuple(name for half in halves for name in half.nodes)
-        return Tree(op=op, nodes=nodes, chunk=chunk, halves=halves)
-
-    def _next(self) -> str:
-        if self._at >= len(self._tokens):
-            raise PlanError(f"structure {self.text!r} ends too early")
-        self._at += 1
-        return str(self._tokens[self._at - 1])
-
-    def _expect(self, sign: str) -> None:
-        if (got := self._next()) != sign:
-            raise PlanError(f"structure {self.text!r}: {sign!r} expected, got {got!r}")

@@ -40,7 +40,7 @@ import numpy as np
 
 from rill.config.toml import dumps
 from rill.errors import PlanError
-from rill.planning.cost import Option, Pool, WorkerCost
+from rill.planning.cost import Option, Pool, WorkerCost, fullest
 from rill.planning.fit import Curve, constant, fit
 from rill.planning.graph import Graph
 
@@ -176,7 +176,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def basis(self) -> dict[str, str]:
         """For each worker, what its predicted times rest on."""
         return {
-            name: "; ".join(_basis(label, points) for label, points in worker.options.items())
+            name: "; ".join(_basis(label, points, worker.lengths) for label, points in worker.options.items())
             for name, worker in self.workers.items()
         }
 
@@ -232,7 +232,7 @@ def _merged_worker(mine: WorkerProfile, its: WorkerProfile) -> WorkerProfile:
 
 def _worker_cost(worker: WorkerProfile) -> WorkerCost:
     return WorkerCost(
-        options=tuple(_option(points) for points in worker.options.values()),
+        options=tuple(_option(points, worker.lengths) for points in worker.options.values()),
         lengths=worker.lengths,
         streams=worker.streams,
         concurrency=worker.concurrency,
@@ -240,8 +240,8 @@ def _worker_cost(worker: WorkerProfile) -> WorkerCost:
     )
 
 
-def _option(points: Points) -> Option:
-    work, exponent = _fit_time(points)
+def _option(points: Points, lengths: tuple[float, ...]) -> Option:
+    work, exponent = _fit_time(points, lengths)
     return Option(
         kind=points.kind,
         parallel=points.parallel,
@@ -256,14 +256,17 @@ def _option(points: Points) -> Option:
     )
 
 
-def _fit_time(points: Points) -> tuple[Curve, float]:
-    """Seconds by items, at the fewest replicas that were measured, and how they grow with replicas."""
+def _fit_time(points: Points, lengths: tuple[float, ...]) -> tuple[Curve, float]:
+    """Seconds by items, at the fewest replicas that were measured, and how they grow with replicas. What was measured
+    is the fullest replica's time, which the cost model makes of the mean's: it is taken out."""
+    mean_s = np.array(points.seconds) / fullest(lengths, np.array(points.items), np.array(points.replicas))
+    rows = list(zip(points.items, points.replicas, mean_s))
     fewest = min(points.replicas)
-    base = [(x, s) for x, r, s in zip(points.items, points.replicas, points.seconds) if r == fewest]
+    base = [(x, s) for x, r, s in rows if r == fewest]
     curve = fit([x for x, _ in base], [s for _, s in base])
     more = [
         (np.log(r / fewest), np.log(max(s, 1e-12) / max(curve.at(x), 1e-12)))
-        for x, r, s in zip(points.items, points.replicas, points.seconds)
+        for x, r, s in rows
         if r > fewest
     ]
     if not more:
@@ -272,8 +275,8 @@ def _fit_time(points: Points) -> tuple[Curve, float]:
     return curve.scaled(fewest**-exponent), exponent
 
 
-def _basis(label: str, points: Points) -> str:
-    curve, exponent = _fit_time(points)
+def _basis(label: str, points: Points, lengths: tuple[float, ...]) -> str:
+    curve, exponent = _fit_time(points, lengths)
     growth = f", × replicas^{exponent:.2f}" if exponent else ""
     sizes = len(set(points.items))
     return (

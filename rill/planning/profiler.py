@@ -6,7 +6,8 @@ do not come up (a trainer that does not fit) end the row: the search does not go
 
 Workers side by side are slower than each alone, by memory, caches and waits that no profile of single workers holds. So
 in the same launch the best plan of each mode is tried for some steps, where it is predicted to be near the best: what
-those steps took is in the profile, and decides (`rill.planning.plan.choose`). Synchronous plans only.
+those steps took is in the profile, and decides (`rill.planning.plan.choose`). Plans ahead of training are tried in a
+launch each, since how far ahead a run may be is set at launch.
 
 The supervised steps, evaluations and filters of the recipe are left out. Profiles are kept and found again by what they
 belong to: the model, the machine, the version of rill, and the recipe's own values.
@@ -27,18 +28,21 @@ import msgspec
 
 from rill.config.resolve import dump_config
 from rill.errors import PlanError, RillError, RunError
+from rill.planning.cost import Problem
 from rill.planning.pilot import Pilot, Report, Steering
-from rill.planning.plan import Plan
+from rill.planning.plan import Plan, ids_text
 from rill.planning.profile import DeviceKind, Profile
 from rill.planning.recipe import (
     Recipe,
     chunks_of,
+    devices_each,
     edges_of,
     identity_of,
     pinned_placement,
     placement_of,
     problem_of,
     profile_of,
+    seats_text,
 )
 from rill.planning.search import Mode, best_of_modes
 from rill.runtime.device.device import Device
@@ -51,8 +55,8 @@ PROFILES = "profiles"
 """Beside the runs."""
 SMALLEST_CHUNK = 16
 """Of a batch: plans have no smaller chunks than were measured."""
-TRIED_STEPS = 5
-"""Of a plan; the first two, in which groups have just moved, do not count."""
+FIRST_STEPS, TRIED_STEPS = 2, 3
+"""Of a plan that is tried: those in which groups have just moved, and those that count."""
 NEAR = 1.6
 """Times as long as the best plan's step, as predicted: plans beyond are not tried."""
 SETTLE_S = 0.5
@@ -78,6 +82,8 @@ def find_profile(
     identity = identity_of(config, len(devices), "")
     folder = root / PROFILES
     stem = f"{config.workflow}-{identity.workload}-{len(devices)}x{devices[0].kind}"
+    if config.loop.max_lag:
+        stem += f"-lag{config.loop.max_lag}"  # other plans are tried
     if pinned := [
         f"{name}@{placed.replace(':', '_')}"
         for name, _ in config.placement
@@ -111,11 +117,14 @@ def measure(
     *,
     start: Start,
     num_rounds: int = 1,
+    tries_one: bool = False,
 ) -> Profile:
-    """Run the recipe for a few short steps and give what they took."""
+    """Run the recipe for a few short steps and give what they took. `tries_one`: also the plan that has no rival."""
     trials = _trials(config, len(devices), num_rounds)
-    rows = _Rows(config, provenance, devices, trials)
-    short = _short(config, rows.placement(trials[0].num_devices), len(trials) + len(Mode) * TRIED_STEPS)
+    rows = _Rows(config, provenance, devices, trials, tries_one)
+    short = _short(
+        config, rows.placement(trials[0].num_devices), len(trials) + len(Mode) * (FIRST_STEPS + TRIED_STEPS)
+    )
     with tempfile.TemporaryDirectory(prefix="rill-profile-") as scratch:
         run = Run.create("profile", root=scratch, config_toml=dump_config(short))
         trace.configure(run.path, "driver")
@@ -137,9 +146,44 @@ def measure(
     identity = identity_of(
         config, len(devices), f"{len(trials)} steps on {rows.fewest} to {len(devices)} devices"
     )
-    return msgspec.structs.replace(
+    profile = msgspec.structs.replace(
         profile, identity=identity, devices=count, switch_s=rows.switch_s, tried=rows.tried
     )
+    return try_ahead(config, provenance, profile, devices, start=start) if config.loop.max_lag else profile
+
+
+def try_ahead(
+    config: Recipe,
+    provenance: Mapping[str, str],
+    profile: Profile,
+    devices: Sequence[Device],
+    *,
+    start: Start,
+) -> Profile:
+    """The profile with what a step takes under the plans of a recipe that runs ahead of training."""
+    tried = dict(profile.tried)
+    for plan in finalists(problem_of(config, provenance, profile, devices)):
+        lag = config.loop.max_lag
+        steps = _Steps(FIRST_STEPS + lag)
+        also = {"loop": {"max_lag": lag}, "flow": {"edges": edges_of(plan)}}
+        short = _short(config, placement_of(plan), steps.num_first + TRIED_STEPS + 1, **also)
+        with tempfile.TemporaryDirectory(prefix="rill-profile-") as scratch:
+            run = Run.create("profile", root=scratch, config_toml=dump_config(short))
+            try:
+                with run.running():
+                    start(short, run, steps)
+            except _Enough:
+                tried[plan.signature] = statistics.median(steps.times_s[steps.num_first :])
+            except RillError as error:
+                log.warning("the plan %s is not tried: %s", plan.structure, str(error)[:200])
+    return msgspec.structs.replace(profile, tried=tried)
+
+
+def finalists(problem: Problem, *, least: int = 2) -> list[Plan]:
+    """The best plan of each mode that may be the best of all; none where there are fewer than `least`."""
+    found = [one for one in best_of_modes(problem).values() if not isinstance(one, str)]
+    near_s = NEAR * min(one.step_s for one in found)
+    return [Plan.of(problem, one) for one in found if one.step_s <= near_s] if len(found) >= least else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +196,12 @@ class Trial:
     """Prompts that stages take at a time; 0: all."""
 
 
-def schedule(batch: int, num_devices: int, num_rounds: int, *, smallest_chunk: int = 0) -> list[Trial]:
+def schedule(
+    batch: int, num_devices: int, num_rounds: int, *, smallest_chunk: int = 0, fewest: int = 1
+) -> list[Trial]:
     """All devices first, then fewer; on each, a step to warm up, then every size, then a batch in small chunks."""
-    counts = sorted({1, num_devices, *([round(num_devices**0.5)] if num_devices > 4 else [])}, reverse=True)
+    some = [max(fewest, round(num_devices**0.5))] if num_devices > 4 else []
+    counts = sorted({fewest, num_devices, *some}, reverse=True)
     trials = []
     for count in counts:
         sizes = sorted({max(count, batch // k) for k in (4, 2, 1) if max(count, batch // k) <= batch})
@@ -168,11 +215,32 @@ def _trials(config: Recipe, num_devices: int, num_rounds: int) -> list[Trial]:
     """With the smallest chunks that a plan may have, where it may have any."""
     batch = config.loop.prompts_per_step
     smallest = 0 if chunks_of(config) == (batch,) else max(1, batch // SMALLEST_CHUNK)
-    return schedule(batch, num_devices, num_rounds, smallest_chunk=smallest)
+    fewest = max(devices_each(config).values())
+    if fewest > num_devices:
+        raise PlanError(f"a replica takes {fewest} devices, there are {num_devices}: lower its parallel size")
+    return schedule(batch, num_devices, num_rounds, smallest_chunk=smallest, fewest=fewest)
 
 
 class _Enough(Exception):
     pass
+
+
+@dataclass
+class _Steps:
+    """The steps of a plan that is tried, and the pilot of a run that does nothing else."""
+
+    num_first: int = FIRST_STEPS
+    times_s: list[float] = field(default_factory=list)
+
+    def median_s(self, report: Report) -> float | None:
+        """With this step: what one takes, once there are enough."""
+        self.times_s += [report.metrics["time/step_s"]] if "time/step_s" in report.metrics else []
+        later = self.times_s[self.num_first :]
+        return statistics.median(later) if len(later) == TRIED_STEPS else None
+
+    def after_step(self, steering: Steering, report: Report) -> None:
+        if self.median_s(report) is not None:
+            raise _Enough
 
 
 @dataclass
@@ -183,6 +251,7 @@ class _Rows:
     provenance: Mapping[str, str]
     devices: Sequence[Device]
     trials: Sequence[Trial]
+    tries_one: bool
     num_rows: int = 0
     """Numbers of devices that are measured."""
     fewest: int = 0
@@ -192,13 +261,15 @@ class _Rows:
     tried: dict[str, float] = field(default_factory=dict)
     _last: Trial | None = field(default=None)
     _plans: list[Plan] = field(default_factory=list)
-    _times_s: list[float] = field(default_factory=list)
+    _steps: _Steps = field(default_factory=_Steps)
 
     def after_step(self, steering: Steering, report: Report) -> None:
         if self.profile is None:
             self._measure(steering, report.step)
-        else:
-            self._try(steering, report.metrics["time/step_s"])
+            return
+        if (step_s := self._steps.median_s(report)) is not None:
+            self.tried[self._plans.pop(0).signature] = step_s
+            self._next(steering)
 
     def _measure(self, steering: Steering, step: int) -> None:
         trial = self.trials[step] if step < len(self.trials) else None
@@ -209,32 +280,19 @@ class _Rows:
             steering.record()
         if trial is None:
             self.profile = profile_of(steering.run, self.config, self.devices)
-            self._plans = self._finalists(self.profile)
+            if not self.config.loop.max_lag:
+                problem = problem_of(self.config, self.provenance, self.profile, self.devices)
+                self._plans = finalists(problem, least=1 if self.tries_one else 2)
             self._next(steering)
             return
         steering.resize(trial.num_prompts)
         if last is not None and (trial.num_devices, trial.chunk) != (last.num_devices, last.chunk):
             self._switch(steering, self.placement(trial.num_devices), {"granularity": trial.chunk})
 
-    def _finalists(self, profile: Profile) -> list[Plan]:
-        """The best plan of each mode that may be the best of all."""
-        if self.config.loop.max_lag:
-            return []
-        problem = problem_of(self.config, self.provenance, profile, self.devices)
-        found = [one for one in best_of_modes(problem).values() if not isinstance(one, str)]
-        near_s = NEAR * min(one.step_s for one in found)
-        return [Plan.of(problem, one) for one in found if one.step_s <= near_s] if len(found) > 1 else []
-
-    def _try(self, steering: Steering, step_s: float) -> None:
-        self._times_s.append(step_s)
-        if len(self._times_s) == TRIED_STEPS:
-            self.tried[self._plans.pop(0).signature] = statistics.median(self._times_s[2:])
-            self._next(steering)
-
     def _next(self, steering: Steering) -> None:
         if not self._plans:
             raise _Enough
-        self._times_s = []
+        self._steps = _Steps()
         steering.resize(self.config.loop.prompts_per_step)
         self._switch(steering, placement_of(self._plans[0]), {"edges": edges_of(self._plans[0])})
 
@@ -248,14 +306,21 @@ class _Rows:
         self.switch_s = max(self.switch_s, seconds)
 
     def placement(self, num_devices: int) -> dict[str, str]:
-        """Everybody on so many devices but those that the recipe places itself."""
-        groups = [name for name, placed in self.config.placement if placed is not None]
-        ids = f"0-{num_devices - 1}" if num_devices > 1 else "0"
-        return {name: pinned_placement(self.config, self.provenance, name) or ids for name in groups}
+        """Everybody on so many devices, as far as they divide, but those that the recipe places itself; in the last row
+        on one replica."""
+        num_replicas = {each: num_devices // each for each in devices_each(self.config).values()}
+        if num_devices == self.trials[-1].num_devices < len(self.devices):
+            num_replicas = dict.fromkeys(num_replicas, 1)
+        return {
+            name: pinned_placement(self.config, self.provenance, name)
+            or seats_text(name, ids_text(range(each * num_replicas[each])), each)
+            for name, each in devices_each(self.config).items()
+        }
 
 
-def _short(config: Recipe, placement: Mapping[str, str], num_steps: int) -> Recipe:
-    """The recipe for a few steps: synchronous, without what comes before, beside and after them."""
+def _short(config: Recipe, placement: Mapping[str, str], num_steps: int, **also: dict[str, Any]) -> Recipe:
+    """The recipe for a few steps: synchronous, without what comes before, beside and after them; `also`: changes of
+    these changes, by table."""
     filters = config.algorithm.filters.model_copy(
         update={"drop_equal_rewards": False, "min_mean_reward": None, "max_mean_reward": None}
     )
@@ -267,7 +332,10 @@ def _short(config: Recipe, placement: Mapping[str, str], num_steps: int) -> Reci
         "placement": dict(placement),
         "algorithm": {"filters": filters},
     }
-    tables = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
+    tables = {
+        name: getattr(config, name).model_copy(update=change | also.get(name, {}))
+        for name, change in changes.items()
+    }
     return config.model_copy(update={**tables, "sinks": ()})
 
 

@@ -22,17 +22,18 @@ from typing import Any
 import msgspec
 
 from rill import __version__
+from rill.config.base import value_at
 from rill.config.resolve import DEFAULT, source_of
 from rill.config.toml import dumps, key_lines
 from rill.errors import PlanError
 from rill.planning.cost import Pin, Problem, WorkerCost
 from rill.planning.fit import constant
 from rill.planning.graph import ARROW
-from rill.planning.plan import Plan
+from rill.planning.plan import Plan, parse_ids
 from rill.planning.profile import Identity, Profile
 from rill.planning.search import Found
 from rill.planning.simulator import simulate
-from rill.planning.traced import graph_of, profiled_workers, read_history
+from rill.planning.traced import STREAMS, graph_of, profiled_workers, read_history
 from rill.runtime.device.device import Device, local_devices, number
 from rill.runtime.device.placement import resolve
 from rill.telemetry.run import Run, write_atomically
@@ -40,6 +41,13 @@ from rill.telemetry.run import Run, write_atomically
 PLAN_TOML, PROFILE_TOML, PLAN_JSON = "plan.toml", "profile.toml", "plan.json"
 FOLDED = {"env": "rollout"}
 """Environment processes go where the engines are: a plan does not place them."""
+PARALLEL = {
+    "rollout": ("rollout.engine.tensor_parallel_size",),
+    "actor": ("trainer.tensor_parallel", "trainer.context_parallel"),
+    "critic": ("critic.tensor_parallel", "critic.context_parallel"),
+    "reward": ("reward_model.tensor_parallel",),
+}
+"""What says how many devices make a replica of a group."""
 FULL_BYTES = 1.0
 """Of a device whose memory was not measured: one worker fills it, so that those who share it take turns."""
 
@@ -91,6 +99,24 @@ def devices_of(config: Recipe) -> tuple[Device, ...]:
     return number(local_devices(config.cluster.devices or "auto"))
 
 
+def devices_each(config: Recipe) -> dict[str, int]:
+    """Devices to a replica, of the groups that the recipe may place; most have one."""
+    values = config.model_dump()
+    return {
+        group: math.prod(value_at(values, key) or 1 for key in PARALLEL.get(group, ()))
+        for group, placed in config.placement
+        if placed is not None
+    }
+
+
+def seats_text(group: str, devices: str, parallel: int) -> str:
+    """A group's placement: a rank on each device, but an engine is one rank on all devices of a replica."""
+    num_engines = len(parse_ids(devices)) // parallel
+    if parallel == 1 or group not in STREAMS:
+        return devices
+    return f"{devices}:0-{num_engines - 1}" if num_engines > 1 else f"{devices}:0"
+
+
 def devices_on_paper(counts: Mapping[str, int]) -> tuple[Device, ...]:
     return number([Device(kind=kind, index=n) for kind, count in counts.items() for n in range(count)])
 
@@ -102,7 +128,7 @@ def profile_of(run: Run, config: Recipe, devices: Sequence[Device]) -> Profile:
         raise PlanError(f"{run.path} has no history.jsonl: let it take a step or more")
     kind = devices[0].kind
     graph = graph_of(records, batch=config.loop.prompts_per_step, folded=FOLDED)
-    workers = profiled_workers(run, records, kind=kind, folded=FOLDED)
+    workers = profiled_workers(run, records, kind=kind, folded=FOLDED, parallel=devices_each(config))
     return Profile(
         identity=identity_of(config, len(devices), str(run.path)),
         workers={node.name: workers[node.name] for node in graph.nodes if node.name in workers},
@@ -122,7 +148,10 @@ def problem_of(
     if not devices:
         raise PlanError("a plan needs at least one device: got none (give --devices 1 or more)")
     batch = config.loop.prompts_per_step
-    costs, pools = profile.costs(), profile.pools(Counter(device.kind for device in devices))
+    costs, pools = (
+        _as_the_recipe_cuts(profile.costs(), devices_each(config)),
+        profile.pools(Counter(device.kind for device in devices)),
+    )
     has_memory = any(p.memory_bytes for w in profile.workers.values() for p in w.options.values())
     if config.cluster.colocate or not has_memory:
         used = constant(0.0 if config.cluster.colocate else FULL_BYTES)
@@ -144,6 +173,23 @@ def problem_of(
             if (placed := pinned_placement(config, provenance, name)) is not None
         },
     )
+
+
+def _as_the_recipe_cuts(costs: Mapping[str, WorkerCost], each: Mapping[str, int]) -> dict[str, WorkerCost]:
+    """Only the parallel sizes that the recipe has."""
+    kept = {}
+    for name, cost in costs.items():
+        wanted = each.get(name, 1)
+        options = tuple(option for option in cost.options if option.parallel == wanted)
+        if not options:
+            sizes = sorted({option.parallel for option in cost.options})
+            keys = ", ".join(PARALLEL.get(name, ()))
+            raise PlanError(
+                f"a replica of {name} has {wanted} devices in the recipe ({keys}), the profile knows {sizes}: "
+                "measure the recipe, or change it"
+            )
+        kept[name] = replace(cost, options=options)
+    return kept
 
 
 def pinned_placement(config: Recipe, provenance: Mapping[str, str], group: str) -> str | None:
@@ -178,7 +224,7 @@ def values_of(plan: Plan) -> dict[str, Any]:
 
 
 def placement_of(plan: Plan) -> dict[str, str]:
-    return {name: placed.devices for name, placed in plan.workers.items()}
+    return {name: seats_text(name, placed.devices, placed.parallel) for name, placed in plan.workers.items()}
 
 
 def edges_of(plan: Plan) -> dict[str, int]:
@@ -231,7 +277,9 @@ def check_follows(plan: Plan, config: Recipe) -> None:
             f"the plan is for {sum(plan.devices.values())} devices, there are {there}: make one for these "
             f"(rill plan RECIPE), or set cluster.devices = {sum(plan.devices.values())}"
         )
+    each = devices_each(config)
     for what, mine, its in (
+        *((f"devices to a replica of {n}", each.get(n, 1), p.parallel) for n, p in plan.workers.items()),
         ("prompts a step", config.loop.prompts_per_step, plan.batch),
         ("versions of lag", config.loop.max_lag, plan.lag),
     ):
@@ -255,11 +303,11 @@ def leave_in(
         shown["predicted_step_s"] = plan.step_s
     shown["alternatives"] = [{"name": mode, "why": reason} for mode, reason in plan.rejected.items()]
     if problem is not None and found is not None:
-        shown["lanes"] = _lanes(problem, found, plan)
+        shown["lanes"] = predicted_lanes(problem, found, plan)
     write_atomically(folder / PLAN_JSON, msgspec.json.encode(shown).decode())
 
 
-def _lanes(problem: Problem, found: Found, plan: Plan) -> list[dict[str, Any]]:
+def predicted_lanes(problem: Problem, found: Found, plan: Plan) -> list[dict[str, Any]]:
     """A predicted step, lane by lane as the timeline names them: the second, once the pipeline is filled."""
     done = simulate(problem, found.tree, steps=2)
     begin_s = done.step_s[0]

@@ -66,10 +66,6 @@ class Decision:
     problem: Problem
     """With the times as they are now: what the next decision starts from after a switch."""
 
-    @property
-    def is_switch(self) -> bool:
-        return self.found is not None
-
 
 def decide(
     problem: Problem,

@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -234,6 +234,7 @@ class _Search:
         self.graph = problem.graph
         self.mode = mode
         self.bound_s = bound_s * _SLACK
+        self._is_bounded = math.isfinite(bound_s)
         self._is_rough = is_rough
         self._levels = problem.levels[::3] if is_rough else problem.levels
         self._memo: dict[tuple[int, int], Frontier] = {}
@@ -268,8 +269,7 @@ class _Search:
             ways += self._combined(source_side, part & ~source_side, chunk)
         ways += self._finer(part, chunk)
         ways = [way for way in ways if len(way)]
-        merged = Frontier.union(ways, len(self.problem.pools))
-        found = merged.best() if len(ways) > 1 else merged
+        found = Frontier.union(ways, len(self.problem.pools)).best()
         self._memo[part, chunk] = found
         return found
 
@@ -333,6 +333,8 @@ class _Search:
             """Pairs that lead below the bound become rows."""
             possible, latency, interval, devices = pairs(s, t)
             a, b = np.nonzero(possible)
+            if not len(a):
+                return s[:0], a, b
             table = np.maximum(s[a], t[b])
             table[:, LATENCY], table[:, INTERVAL] = latency[a, b], interval[a, b]
             for number, held in enumerate(devices):
@@ -409,15 +411,13 @@ class _Search:
     ) -> bool:
         """Whether no pair of two frontiers can stay below the bound, by the best of each alone: most combinations end
         here. In a pipeline (a + b)(c + d) >= (√ac + √bd)² says more of devices times seconds than their minima do."""
-        if not np.isfinite(self.bound_s):
+        if not self._is_bounded:
             return False
         latency_s = max(s.latency_s, t.latency_s) if op is Op.PARALLEL else s.latency_s + t.latency_s
         latency_s += added_s + (s.swap_s + t.swap_s if op is Op.TURNS else 0.0)
         interval_s = latency_s if is_whole else max(s.interval_s, t.interval_s, slowest_s)
         devices = s.devices + t.devices if op in _SPLIT else max(s.devices, t.devices)
-        latency = np.array([latency_s])
-        interval = latency if is_whole else np.array([interval_s])
-        if not self._below_bound(part, chunk, latency, interval, np.array([devices]))[0]:
+        if not self._below_bound(part, chunk, latency_s, interval_s, devices):
             return True
         if op is not Op.SERIES or self.problem.lag:
             return False
@@ -428,29 +428,29 @@ class _Search:
 
     def _is_below(self, part: int, chunk: int, table: Floats) -> Bools:
         devices = table[:, DEVICES:].sum(axis=1)
-        return self._below_bound(part, chunk, table[:, LATENCY], table[:, INTERVAL], devices)
+        result: Bools = self._below_bound(part, chunk, table[:, LATENCY], table[:, INTERVAL], devices)
+        return result
 
-    def _below_bound(
-        self, part: int, chunk: int, latency: Floats, interval: Floats, devices: Floats
-    ) -> Bools:
-        """Three lower bounds of any step that contains such a way. Devices: it holds its own while k chunks pass, the
-        other workers need at least their least device-seconds, and all devices together have N · step. Latency: k
-        chunks must pass here and one through whatever comes before and after; and one must pass here while one of
-        those works through the whole batch. A part that passes the whole batch at once keeps what comes before it
-        apart from what comes after it: one on each side works through the whole batch."""
-        if not np.isfinite(self.bound_s):
+    def _below_bound(self, part: int, chunk: int, latency: Any, interval: Any, devices: Any) -> Any:
+        """Whether one way, or each of several (Floats), may lead below the bound, by three lower bounds of a step that
+        contains it. Devices: it holds its own while k chunks pass, the other workers need at least their least
+        device-seconds, and all devices together have N · step. Latency: k chunks must pass here and one through
+        whatever comes before and after; and one must pass here while one of those works through the whole batch. A part
+        that passes the whole batch at once keeps what comes before it apart from what comes after it: one on each side
+        works through the whole batch."""
+        if not self._is_bounded:
             return np.ones(latency.shape, np.bool_)
         k = self.graph.batch / chunk
         rest, chain, chain_and_batch, chain_of_batches = self._outside(part)
         if chunk == self.graph.batch:
             chain_and_batch = chain_of_batches
         limit_s = self.bound_s * (self.problem.lag + 1)
-        result: Bools = latency <= limit_s - chain_and_batch
         if interval is latency:
-            result &= latency <= (limit_s - chain) / k
+            result = latency <= min(limit_s - chain_and_batch, (limit_s - chain) / k)
             result &= devices * latency <= (self.bound_s * self.problem.num_devices - rest) / k
         else:
             later = (k - 1) * interval
+            result = latency <= limit_s - chain_and_batch
             result &= latency + later <= limit_s - chain
             # Synchronous, no batch is under way behind another: a pipeline's devices wait while it fills and empties.
             first = latency if self.problem.lag == 0 else np.minimum(latency, interval)

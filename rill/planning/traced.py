@@ -276,18 +276,29 @@ def work_of_step(
     }
 
 
-def profiled_workers(
-    run: Run, records: Sequence[CallRecord], *, kind: str, folded: Mapping[str, str] | None = None
-) -> dict[str, WorkerProfile]:
-    """Points of every group. The first step on other devices is left out: it loads and compiles."""
-    events = list(read_trace(run.path))
-    calls = whole_calls(records)
-    steps = [
+def steps_of(events: Iterable[Event]) -> list[StepTimes]:
+    """As the loop's spans in the trace say."""
+    found = [
         StepTimes(began_s=e.at_ns / 1e9, ended_s=(e.at_ns + e.duration_ns) / 1e9)
         for e in events
         if e.kind == "span" and e.lane == "loop" and e.name == "step"
     ]
-    measured = [(step, work_of_step(calls, step, folded)) for step in sorted(steps, key=lambda s: s.began_s)]
+    return sorted(found, key=lambda step: step.began_s)
+
+
+def profiled_workers(
+    run: Run,
+    records: Sequence[CallRecord],
+    *,
+    kind: str,
+    folded: Mapping[str, str] | None = None,
+    parallel: Mapping[str, int] | None = None,
+) -> dict[str, WorkerProfile]:
+    """Points of every group. The first step on other devices is left out: it loads and compiles. `parallel`: devices to
+    a replica, where they are several; an engine is one rank on all of them, a trainer has a rank on each."""
+    events = list(read_trace(run.path))
+    calls = whole_calls(records)
+    measured = [(step, work_of_step(calls, step, folded)) for step in steps_of(events)]
     offload = defaultdict(list)
     for call in calls:
         if call.offload_s:
@@ -295,13 +306,16 @@ def profiled_workers(
     lengths = shortened(_group_lengths(run))
     workers = {}
     for group in {group: None for _, worked in measured for group in worked}:
-        rows, once = _rows(group, measured, [e for e in events if e.lane.startswith(f"{group}[")])
+        each = (parallel or {}).get(group, 1)
+        mine = [e for e in events if e.lane.startswith(f"{group}[")]
+        rows, once = _rows(group, measured, mine, 1 if group in STREAMS else each)
         if not rows:
             continue
         onloads = [worked[group].onload_s for _, worked in measured if group in worked]
         items, replicas, seconds = zip(*rows)
         points = Points(
             kind=kind,
+            parallel=each,
             items=items,
             replicas=replicas,
             seconds=seconds,
@@ -312,7 +326,7 @@ def profiled_workers(
         )
         streams = group in STREAMS
         workers[group] = WorkerProfile(
-            options={f"{kind}1": points}, streams=streams, lengths=lengths if streams else ()
+            options={f"{kind}{each}": points}, streams=streams, lengths=lengths if streams else ()
         )
     if not workers:
         raise PlanError(f"{run.path} holds no step that could be measured: let it run for two steps or more")
@@ -320,7 +334,10 @@ def profiled_workers(
 
 
 def _rows(
-    group: str, measured: Sequence[tuple[StepTimes, Mapping[str, Worked]]], events: Sequence[Event]
+    group: str,
+    measured: Sequence[tuple[StepTimes, Mapping[str, Worked]]],
+    events: Sequence[Event],
+    ranks_each: int,
 ) -> tuple[list[tuple[float, int, float]], float]:
     """Points of a group (items of a replica, replicas, seconds), and the seconds that come once a step."""
     rows, once = [], []
@@ -329,14 +346,15 @@ def _rows(
         mine = worked.get(group)
         if mine is None or not mine.items or not mine.ranks:
             continue
-        if mine.ranks not in seen and len(measured) > 1:
-            seen.add(mine.ranks)
+        replicas = max(1, mine.ranks // ranks_each)
+        if replicas not in seen and len(measured) > 1:
+            seen.add(replicas)
             continue
         if group in STREAMS:
-            rows.append((mine.items / mine.ranks, mine.ranks, mine.busy_s))
+            rows.append((mine.items / replicas, replicas, mine.busy_s))
             continue
         chunks = _chunks(step, events)
-        rows += [(items / mine.ranks, mine.ranks, seconds) for items, seconds in chunks]
+        rows += [(items / replicas, replicas, seconds) for items, seconds in chunks]
         once.append(mine.busy_s - sum(seconds for _, seconds in chunks))
     return rows, max(0.0, statistics.median(once)) if once else 0.0
 

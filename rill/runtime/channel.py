@@ -24,7 +24,7 @@ import msgspec
 
 from rill.errors import ConfigError
 from rill.runtime.channels.consumer import Consumer
-from rill.runtime.channels.lease import Lease, before_wait, end_call, join, unjoin
+from rill.runtime.channels.lease import Lease, before_wait, end_call, finish_taken, join, unjoin
 from rill.runtime.channels.producer import Producer
 from rill.runtime.context import RuntimeContext, current
 from rill.runtime.hub.messages import ChannelOptions, Take
@@ -85,9 +85,8 @@ class Channel:
         """Put one object. Inside a loop's body or a lease it goes when that is done; else, on a bounded channel this
         returns when it is in, otherwise when it is on its way."""
         producer = self._producer
-        if key is not None:
-            key = _checked_key(self.name, key)
-        producer.put([producer.describe(obj, weight, key, timeout_s)], timeout_s)
+        item = producer.describe(obj, weight, _checked_key(self.name, key), timeout_s)
+        producer.put([item], timeout_s)
 
     def put_many(
         self, objects: Sequence[Any], weights: Sequence[float] | None = None, timeout_s: float | None = None
@@ -123,16 +122,15 @@ class Channel:
         """The next object, of whatever epoch; with `keys`, the list of exactly those, once all of them are there."""
         wanted = None if keys is None else [_checked_key(self.name, key) for key in keys]
         consumer = self._consumer
-        consumer.replace_taken(None)
+        finish_taken(consumer)
         take = Take(self.name, keys=wanted)
-        lease, values = consumer.take(take, self.timeout_s if timeout_s is None else timeout_s)
-        consumer.replace_taken(lease)
+        _, values = consumer.take(take, self.timeout_s if timeout_s is None else timeout_s)
         return values[0] if keys is None else values
 
     def __iter__(self) -> Iterator[Any]:
         """Objects until the epoch ends. Each is finished, with what the body put, when the loop goes on."""
         consumer = self._consumer
-        consumer.replace_taken(None)
+        finish_taken(consumer)
         take = Take(self.name, in_loop=True)
         try:
             while True:

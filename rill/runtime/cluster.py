@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -51,7 +49,6 @@ class Cluster:
         self,
         devices: DeviceSpec = "auto",
         *,
-        labels: Sequence[str] = (),
         elastic: bool = False,
         preload: Sequence[str] = (),
         trace_dir: str | Path | None = None,
@@ -67,7 +64,7 @@ class Cluster:
         self._lock = threading.Lock()
         self._is_closed = True  # until it is open
         self._owner_pid = os.getpid()
-        self._backend = backend or LocalBackend(devices, frozenset(labels), elastic=elastic)
+        self._backend = backend or LocalBackend(devices, elastic=elastic)
         self._next_device_id = 0
         self.devices: tuple[Device, ...] = ()
         self._nodes: dict[str, NodeClient] = {}
@@ -84,22 +81,21 @@ class Cluster:
             for client in self._backend.open(self.session, events):
                 self._admit(client)
             first = self.nodes[0]
-            self._context = self._make_context(first, report_dir)
-            undo.callback(self._context.close)
+            self.context = self._make_context(first, report_dir)
+            undo.callback(self.context.close)
             is_spread = self._backend.is_spread
             self._launcher = Launcher(
-                context=self._context,
+                context=self.context,
                 hub_tcp=f"tcp://{first.host}:{free_port(first.host)}" if is_spread else "",
                 log_dir=self._log_dir,
                 trace_dir=str(trace_dir) if trace_dir is not None else None,
             )
-            self._supervisor = Supervisor(self._context, self._launcher, self._node, lambda: self.devices)
+            self._supervisor = Supervisor(self.context, self._launcher, self._node, lambda: self.devices)
             for client in self._nodes.values():
                 self._start_services(client)
-            self._context.mailbox.start()
-            runtime_context.install(self._context)
-            self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
-            atexit.register(self._at_exit)
+            self.context.mailbox.start()
+            runtime_context.install(self.context)
+            atexit.register(self.close)
             self._undo = undo.pop_all()
             self._is_closed = False
 
@@ -110,10 +106,6 @@ class Cluster:
         from rill.runtime.process.ray import RayBackend
 
         return cls(backend=RayBackend(address, devices), **options)
-
-    @property
-    def context(self) -> RuntimeContext:
-        return self._context
 
     @property
     def nodes(self) -> list[Node]:
@@ -183,9 +175,9 @@ class Cluster:
             if self._is_closed or os.getpid() != self._owner_pid:  # a fork of the driver owns nothing
                 return
             self._is_closed = True
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.close)
         self._supervisor.close(CLOSE_WAIT_S)
-        runtime_context.uninstall(self._context)
+        runtime_context.uninstall(self.context)
         self._undo.close()
 
     def __enter__(self) -> Self:
@@ -222,7 +214,6 @@ class Cluster:
     def _dismiss(self, node_id: str) -> None:
         self.devices = tuple(device for device in self.devices if device.node_id != node_id)
         self._nodes.pop(node_id).close()
-        self._backend.release(node_id)
 
     def _start_services(self, client: NodeClient) -> None:
         """The hub on the driver's node, and where there may be several nodes a store server on each."""
@@ -238,7 +229,7 @@ class Cluster:
             return
         if event.key != HUB_KEY:
             with contextlib.suppress(RunError):  # where there is no hub any more, nobody needs to know
-                self._context.hub.submit("registry.died", [f"{event.key}[0]#{event.pid}", how])
+                self.context.hub.submit("registry.died", [f"{event.key}[0]#{event.pid}", how])
         if event.is_restarted:
             _log.warning("%s (pid %d) ended and was started again: %s", event.key, event.pid, how)
             return
@@ -266,9 +257,3 @@ class Cluster:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RunError("the cluster is closed")
-
-
-def _close_at_exit(close: weakref.WeakMethod[Any]) -> None:
-    method = close()
-    if method is not None:
-        method()

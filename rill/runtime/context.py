@@ -12,10 +12,10 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import astuple, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rill.errors import RunError
-from rill.runtime.address import DRIVER_GROUP, Site, WorkerAddress
+from rill.runtime.address import Site, WorkerAddress
 from rill.runtime.channels.recorder import Recorder
 from rill.runtime.handle import Handle
 from rill.runtime.hub.client import HubClient
@@ -43,14 +43,13 @@ class RuntimeContext:
         socket_name: str,
         *,
         torch_device: str | None = None,
-        device_ids: Sequence[int] = (),
     ) -> None:
         """`address`: who this is; where it can be reached is added. `socket_name`: of its mailbox, in the session's
-        folder. `torch_device`: where tensors that were on a GPU at the sender are put; None: on the CPU.
-        `device_ids`: what a worker is placed on. Nothing waits for the hub, which may be starting."""
+        folder. `torch_device`: where tensors that were on a GPU at the sender are put; None: on the CPU. Nothing waits
+        for the hub, which may be starting."""
         self.site = site
         endpoint = f"ipc://{site.session_dir}/{socket_name}"
-        self.mailbox = Mailbox(endpoint, tcp_host=site.host if site.key is not None else None, key=site.key)
+        self.mailbox = Mailbox(endpoint, host=site.host, key=site.key)
         tcp_endpoint = self.mailbox.tcp_endpoint
         self.address = replace(address, pid=os.getpid(), endpoint=endpoint, tcp_endpoint=tcp_endpoint)
         self.torch_device = torch_device
@@ -63,12 +62,11 @@ class RuntimeContext:
         self.late = functools.partial(late, self)
         """Makes the error of a handle's deadline."""
         self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key)
-        told: dict[str, Any] = {"devices": device_ids} if device_ids else {}
-        self.hub.submit("registry.register", {**told, "address": astuple(self.address)})
+        self.hub.submit("registry.register", {"address": astuple(self.address)})
         self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
-        self.directory = Directory(self, follows_hub=self.address.group != DRIVER_GROUP)
+        self.directory = Directory(self)
         self.parcels = Parcels(self)
-        self.calls = Calls(self.mailbox, self.address, self.unpack, self.directory.dead)
+        self.calls = Calls(self.mailbox, self.address, self.parcels.unpack, self.directory.dead)
         """The remote calls that this process waits for."""
         self.transfer = PointToPoint(self)
         self.directory.on_death(self.calls.peer_died)
@@ -112,19 +110,8 @@ class RuntimeContext:
         for used in (*consumers, lock, self._store):
             if used is not None:
                 used.close()
-        for door in (
-            self.transfer,
-            self.directory,
-            self.recorder,
-            self.hub,
-            self.mailbox,
-            self.calls,
-        ):
+        for door in (self.transfer, self.directory, self.recorder, self.hub, self.mailbox, self.calls):
             door.close()
-
-    def unpack(self, frames: list[Any], sender: str) -> Any:
-        """What a message of `sender` carries; tensors that were on a GPU arrive on this process's device."""
-        return self.parcels.unpack(frames, sender, device=self.torch_device)
 
 
 _of_process: list[RuntimeContext] = []

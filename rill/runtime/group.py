@@ -21,7 +21,7 @@ from rill.runtime.address import WorkerAddress
 from rill.runtime.context import RuntimeContext, current
 from rill.runtime.handle import DEFAULT_WAIT_S, Handle
 from rill.runtime.process.call import encode_arguments
-from rill.runtime.worker import Worker, callable_methods, is_concurrent
+from rill.runtime.worker import Worker, callable_methods
 
 if TYPE_CHECKING:
     from rill.runtime.device.placement import Placement
@@ -81,6 +81,8 @@ class WorkerGroup(Generic[W_co]):
         self._members = members
         self._selected = selected
         self._methods = callable_methods(cls)
+        self._targets: tuple[Roster | None, tuple[WorkerAddress, ...]] = (None, ())
+        """Whom calls go to, of the members at the last call."""
 
     @property
     def size(self) -> int:
@@ -104,13 +106,11 @@ class WorkerGroup(Generic[W_co]):
         """Call by name; `group.method(...)` is the same."""
         self._check_method(method)
         encoded = encode_arguments(args, kwargs)
-        targets = self._members.roster(self.name).addresses
-        if self._selected is not None:
-            by_rank = {address.rank: address for address in targets}
-            self._check_ranks(self._selected, by_rank)
-            targets = tuple(by_rank[rank] for rank in self._selected)
-        concurrent = is_concurrent(getattr(self._cls, method))
-        return self._members.context.call(self.name, method, targets, encoded, concurrent=concurrent)
+        roster, targets = self._members.roster(self.name), self._targets
+        if roster is not targets[0]:
+            targets = self._targets = (roster, self._select(roster.addresses))
+        context, is_concurrent = self._members.context, self._methods[method]
+        return context.call(self.name, method, targets[1], encoded, concurrent=is_concurrent)
 
     def ready(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Wait until every rank's `__init__` has run; raises what the first failing one raised. The others live on:
@@ -180,6 +180,13 @@ class WorkerGroup(Generic[W_co]):
         if method not in self._methods:
             what = f"method of {self._cls.__name__}"
             raise AttributeError(unknown_name_message(what, method, self._methods))
+
+    def _select(self, members: tuple[WorkerAddress, ...]) -> tuple[WorkerAddress, ...]:
+        if self._selected is None:
+            return members
+        by_rank = {address.rank: address for address in members}
+        self._check_ranks(self._selected, by_rank)
+        return tuple(by_rank[rank] for rank in self._selected)
 
     def _check_ranks(self, wanted: Collection[int], known: Collection[int]) -> None:
         unknown = [rank for rank in wanted if rank not in known]

@@ -67,29 +67,6 @@ class Reply:
         return Outcome(value, None, self.seconds, self.timers)
 
 
-class _Latch:
-    """Opens once, for everybody who waits at it. A bare lock: a Condition costs a call more than all the rest of it."""
-
-    __slots__ = ("_lock", "is_open")
-
-    def __init__(self, is_open: bool) -> None:
-        self.is_open = is_open
-        self._lock = threading.Lock()
-        if not is_open:
-            self._lock.acquire()
-
-    def open(self) -> None:
-        if not self.is_open:
-            self.is_open = True
-            self._lock.release()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it opened within the time."""
-        if self._lock.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX))):
-            self._lock.release()  # the next may pass
-        return self.is_open
-
-
 class Handle:
     def __init__(
         self,
@@ -103,17 +80,17 @@ class Handle:
         self._replies: list[Reply | None] = [None] * len(targets)
         self._num_left = len(targets)
         self._failed = False
-        self._settled = _Latch(not targets)
-        """Opens when it is known what `wait` gives: all have answered, or one has failed."""
-        self._all = _Latch(not targets)
         self._lock = threading.Lock()
+        self._gates: list[tuple[threading.Lock, bool]] = []
+        """Those who wait, each at a lock of its own, and whether they wait for all. A Condition costs a call more than
+        all the rest of this."""
         self._diagnose = diagnose
         self._started_s = time.monotonic()
 
     def wait(self, timeout_s: float = DEFAULT_WAIT_S) -> list[Any]:
         """The results in the order of ranks. Raises WorkerError or PeerDiedError as soon as one rank failed,
         and StuckError past the deadline."""
-        self._wait_at(self._settled, timeout_s)
+        self._wait(timeout_s, for_all=False)
         if self._failed:
             errors = [reply.value() for reply in self._replies if reply is not None and reply.is_error]
             for other in errors[1:]:
@@ -123,15 +100,12 @@ class Handle:
 
     def outcomes(self, timeout_s: float = DEFAULT_WAIT_S) -> list[Outcome]:
         """What became of every rank, failures included. Raises only StuckError."""
-        self._wait_at(self._all, timeout_s)
+        self._wait(timeout_s, for_all=True)
         return [reply.outcome() for reply in self._replies if reply is not None]
 
     def ended(self, timeout_s: float) -> bool:
         """Wait until every rank has answered or failed; False past the time, which is no error here."""
-        if self._all.is_open:
-            return True
-        with waiting(f"results of {self.method}", self._waits_on):
-            return self._all.wait(timeout_s)
+        return self._is_over(for_all=True) or self._came(timeout_s, for_all=True)
 
     def so_far(self) -> list[Outcome | None]:
         """What became of the ranks that have answered or failed; None for the others. Waits for nothing."""
@@ -148,22 +122,37 @@ class Handle:
             self._replies[index] = reply
             self._failed = self._failed or reply.is_error
             self._num_left -= 1
-            if self._num_left == 0:
-                self._all.open()
-            if self._num_left == 0 or self._failed:
-                self._settled.open()
+            for gate in [gate for gate in self._gates if self._is_over(for_all=gate[1])]:
+                self._gates.remove(gate)
+                gate[0].release()
 
     def lose(self, index: int, why: str) -> None:
         """Called where an answer will not come: "died during a call"."""
         error = PeerDiedError(f"{self.targets[index].name} {why}")
         self.fill(index, Reply(True, 0.0, {}, lambda: error))
 
-    def _wait_at(self, latch: _Latch, timeout_s: float) -> None:
-        if latch.is_open:
-            return
+    def _is_over(self, *, for_all: bool) -> bool:
+        """Whether all have answered, or it is known what `wait` gives: one has failed."""
+        return self._num_left == 0 or (self._failed and not for_all)
+
+    def _came(self, timeout_s: float, *, for_all: bool) -> bool:
+        """Wait, in the stuck-run report's sight."""
         with waiting(f"results of {self.method}", self._waits_on):
-            in_time = latch.wait(timeout_s)
-        if not in_time:
+            with self._lock:
+                if self._is_over(for_all=for_all):
+                    return True
+                gate = (threading.Lock(), for_all)
+                gate[0].acquire()
+                self._gates.append(gate)
+            if gate[0].acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX))):
+                return True
+        with self._lock:
+            if gate in self._gates:
+                self._gates.remove(gate)
+            return self._is_over(for_all=for_all)
+
+    def _wait(self, timeout_s: float, *, for_all: bool) -> None:
+        if not self._is_over(for_all=for_all) and not self._came(timeout_s, for_all=for_all):
             waited_s = time.monotonic() - self._started_s
             missing = f"{self.method} has not ended on {', '.join(self._missing())} within {timeout_s:g} s"
             raise self._diagnose(f"{missing} (called {waited_s:.1f} s ago)", timeout_s)

@@ -40,10 +40,6 @@ def concurrent(method: Callable[P, R]) -> Callable[P, R]:
     return method
 
 
-def is_concurrent(method: Callable[..., Any]) -> bool:
-    return _CONCURRENT in method.__dict__
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
     name: str
@@ -205,7 +201,14 @@ _NOT_CALLS = frozenset(name for name in vars(Worker) if not name.startswith("_")
 """`state` and the like are called by the runtime alone."""
 
 
-def callable_methods(cls: type[Worker]) -> list[str]:
-    """The methods that a group of `cls` has: public functions of the class, without the tools of Worker itself."""
-    names = [name for name in dir(cls) if not name.startswith("_") and name not in _NOT_CALLS]
-    return [name for name in names if callable(getattr(cls, name))]
+_methods: dict[type[Worker], dict[str, bool]] = {}
+
+
+def callable_methods(cls: type[Worker]) -> dict[str, bool]:
+    """The methods that a group of `cls` has, and whether each is `concurrent`: public functions of the class, without
+    the tools of Worker itself."""
+    if cls not in _methods:
+        names = [name for name in dir(cls) if not name.startswith("_") and name not in _NOT_CALLS]
+        methods = {name: getattr(cls, name) for name in names}
+        _methods[cls] = {name: hasattr(one, _CONCURRENT) for name, one in methods.items() if callable(one)}
+    return _methods[cls]

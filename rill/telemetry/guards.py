@@ -10,7 +10,9 @@ which a recipe may change (`guard_actions`):
     off      it is not looked at
 
 A figure that a workflow does not report switches its guard off. A guard speaks once per episode: again only after the
-figure has been well in between.
+figure has been well in between, for some steps where it needs more than one to speak. It speaks within two steps of
+where the fault shows: a figure that no healthy run has is off by itself; one that is only wrong beside what it was must
+lie far from the median of the steps before, and twice as far while there are few of them.
 """
 
 from __future__ import annotations
@@ -38,9 +40,14 @@ _log = logging.getLogger(__name__)
 
 
 PAUSE_S, PAUSE_POLL_S = 3600.0, 2.0
+WELL_STEPS = 5
+"""In a row, before a guard that needs more than one step speaks again: a figure at its bound is told once."""
+MAX_MISMATCH = 10.0
+"""Nats, of one token at lag 0."""
 HISTORY = 20
 """Steps that a drift is measured against."""
-MIN_HISTORY = 8
+FULL_HISTORY, MIN_HISTORY = 8, 3
+"""With so many steps behind it a figure has a course; with so few only what is twice as far off has left it."""
 
 
 class Action(StrEnum):
@@ -74,13 +81,20 @@ class Guard:
     metric: str
     is_off: Callable[[float], bool] = lambda value: False
     """Whether a value is wrong."""
-    is_drifting: Callable[[float, float, float], bool] | None = None
-    """For a figure that is only wrong beside what it was: (value, median, median distance from it) of HISTORY steps."""
+    drift: Callable[[float, float, float], float] | None = None
+    """For a figure that is also, or only, wrong beside what it was: how far it has left its course, from 1 on too far.
+    Of (value, median, median distance from it) of HISTORY steps."""
     expected: str
     meaning: str
     patience: int = 1
     """Steps in a row that must be off before it speaks."""
     action: Action = Action.WARN
+
+
+def _times(value: float, usual: float) -> float:
+    """The larger over the smaller."""
+    smaller, larger = sorted((max(value, 1e-9), max(usual, 1e-9)))
+    return larger / smaller
 
 
 WATCHED = (
@@ -96,10 +110,11 @@ WATCHED = (
         name="entropy collapse",
         metric="policy/entropy",
         is_off=lambda value: value < 1e-3,
-        expected="above 0.001 nats",
+        drift=lambda value, usual, spread: _times(value, usual) / 20 if value < usual else 0.0,
+        expected="above 0.001 nats, and not a twentieth of what it was",
         meaning="The policy answers the same every time and can learn nothing more: raise the temperature, add "
         "an entropy bonus, or widen the clip range upwards (DAPO).",
-        patience=5,
+        patience=2,
     ),
     Guard(
         name="no signal",
@@ -113,7 +128,7 @@ WATCHED = (
     Guard(
         name="reward jump",
         metric="reward/mean",
-        is_drifting=lambda value, usual, spread: abs(value - usual) > max(0.35, 10 * spread),
+        drift=lambda value, usual, spread: abs(value - usual) / max(0.35, 10 * spread, abs(usual) / 4),
         expected="near what it was in the steps before",
         meaning="A reward that changes at once is seldom learning: the policy has found a hole in the reward, the "
         "reward or its data changed, or the last update broke the policy. Read the newest rollouts beside older ones.",
@@ -121,7 +136,7 @@ WATCHED = (
     Guard(
         name="length drift",
         metric="length/response",
-        is_drifting=lambda value, usual, spread: not usual / 3 <= value <= 3 * usual,
+        drift=lambda value, usual, spread: _times(value, usual) / 3,
         expected="within a factor of three of the steps before",
         meaning="Answers become very long or very short within a few steps: look for repetition in the rollouts, for a "
         "reward that pays for length, and at how the loss weighs long answers (algorithm.type, dr_grpo).",
@@ -185,7 +200,7 @@ WATCHED = (
         is_off=lambda value: value > 0.5,
         expected="at most half",
         meaning="Most answers end at max_new_tokens: raise it, or penalise over-long answers.",
-        patience=3,
+        patience=2,
     ),
     Guard(
         name=FAILING_REWARDS,
@@ -202,7 +217,7 @@ WATCHED = (
         expected="some episodes with a call",
         meaning="Tools are offered and nobody calls one. Either the model writes calls in another format than the one "
         "that its chat template teaches, or the task does not need them: look at the rollouts.",
-        patience=3,
+        patience=2,
     ),
     Guard(
         name="empty answers",
@@ -211,7 +226,7 @@ WATCHED = (
         expected="above 1 token",
         meaning="Answers end with their first token: look at the chat template, at what counts as an end-of-text "
         "token, and at `stop`.",
-        patience=3,
+        patience=2,
     ),
     Guard(
         name="clipped updates",
@@ -238,7 +253,7 @@ WATCHED = (
         expected="above 0",
         meaning="Nothing is learned: all advantages are 0 (see `reward/std`), every token is masked, or no "
         "parameter is trained.",
-        patience=3,
+        patience=2,
     ),
     Guard(
         name="gradient",
@@ -264,6 +279,7 @@ WATCHED = (
 
 def default_guards(*, max_lag: int, mismatch_limit: float) -> list[Guard]:
     """`mismatch_limit`: largest mean |log π_old − log μ| at lag 0, in nats; it depends on the engine's precision."""
+    mean_limit, max_limit = mismatch_limit * (1 + 10 * max_lag), MAX_MISMATCH * (1 + max_lag)
     return [
         Guard(
             name="lag",
@@ -276,10 +292,28 @@ def default_guards(*, max_lag: int, mismatch_limit: float) -> list[Guard]:
         Guard(
             name="mismatch",
             metric="mismatch/abs_mean",
-            is_off=lambda value: value > mismatch_limit * (1 + 10 * max_lag),
-            expected=f"at most {mismatch_limit * (1 + 10 * max_lag):.3g} nats",
+            is_off=lambda value: value > mean_limit,
+            expected=f"at most {mean_limit:.3g} nats",
             meaning="Engine and trainer disagree about the same tokens: stale weights, another temperature or "
             "precision, a mask that leaks, another template. The canary after each sync tells which side moved.",
+            patience=2,
+        ),
+        Guard(
+            name="mismatch kl",
+            metric="mismatch/kl_k3",
+            is_off=lambda value: value > mean_limit,
+            expected=f"at most {mean_limit:.3g} nats a token",
+            meaning="The engine's policy is not the trainer's. Where the mean (see mismatch/abs_mean) is small, a few "
+            "tokens make it: look for them in the rollouts, shaded by mismatch.",
+            patience=2,
+        ),
+        Guard(
+            name="mismatch max",
+            metric="mismatch/abs_max",
+            is_off=lambda value: value > max_limit,
+            expected=f"at most {max_limit:g} nats for any token",
+            meaning="The engine sampled a token that the trainer holds to be all but impossible: it saw another "
+            "context, or an environment changed tokens or log-probabilities.",
             patience=2,
         ),
         *WATCHED,
@@ -313,6 +347,7 @@ class GuardWatch:
         self._guards = list(guards)
         self._history: dict[str, deque[float]] = {}
         self._off_for = {guard.name: 0 for guard in guards}
+        self._well_for = {guard.name: 0 for guard in guards}
         self._file = LineFile(run_dir / GUARDS_FILE)
         self.findings: list[Finding] = []
 
@@ -358,8 +393,12 @@ class GuardWatch:
         if value is None:
             return None
         if not self._is_off(guard, value):
-            self._off_for[guard.name] = 0
+            self._well_for[guard.name] += 1
+            has_spoken = self._off_for[guard.name] >= guard.patience
+            if not has_spoken or guard.patience == 1 or self._well_for[guard.name] >= WELL_STEPS:
+                self._off_for[guard.name] = 0
             return None
+        self._well_for[guard.name] = 0
         self._off_for[guard.name] += 1
         if self._off_for[guard.name] != guard.patience:
             return None
@@ -372,11 +411,13 @@ class GuardWatch:
         )
 
     def _is_off(self, guard: Guard, value: float) -> bool:
-        if guard.is_drifting is None:
+        if guard.drift is None:
             return guard.is_off(value)
         past = self._history.setdefault(guard.name, deque(maxlen=HISTORY))
-        usual = median(past) if past else value
-        spread = median(abs(each - usual) for each in past) if past else 0.0
-        is_off = len(past) >= MIN_HISTORY and guard.is_drifting(value, usual, spread)
+        has_left = False
+        if len(past) >= MIN_HISTORY:
+            usual = median(past)
+            spread = median(abs(each - usual) for each in past)
+            has_left = guard.drift(value, usual, spread) > (1 if len(past) >= FULL_HISTORY else 2)
         past.append(value)
-        return is_off
+        return has_left or guard.is_off(value)

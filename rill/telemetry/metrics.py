@@ -1,13 +1,12 @@
-"""Figures of a run by step: accumulated on the hot path, written once a step, readable at any moment.
+"""Figures of a run by step: written once a step, readable at any moment.
 
-`Metrics` gathers within a step (any thread), `MetricLog` writes a step's figures to `metrics.jsonl` and to the
-configured sinks, `read_metrics` reads the file while it is written. One process of a run owns its MetricLog.
+`MetricLog` writes a step's figures to `metrics.jsonl` and to the configured sinks, `read_metrics` reads the file while
+it is written. One process of a run owns its MetricLog.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,52 +18,6 @@ from rill.telemetry.sinks.base import Account, Sink
 METRICS_FILE = "metrics.jsonl"
 
 _log = logging.getLogger(__name__)
-
-
-class Metrics:
-    """Accumulates figures until they are drained. A name keeps the kind it was first used with.
-
-    >>> metrics.add("tokens", 512); metrics.mean("reward", 0.5); metrics.max("lag", 2)
-    >>> log.write(step, metrics.drain())
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sums: dict[str, float] = {}
-        self._means: dict[str, list[float]] = {}
-        self._maxima: dict[str, float] = {}
-
-    def add(self, name: str, value: float) -> None:
-        """Sum the values."""
-        with self._lock:
-            self._sums[name] = self._sums.get(name, 0.0) + value
-
-    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Average the values, each counted `weight` times."""
-        with self._lock:
-            cell = self._means.get(name)
-            if cell is None:
-                self._means[name] = [value * weight, weight]
-            else:
-                cell[0] += value * weight
-                cell[1] += weight
-
-    def max(self, name: str, value: float) -> None:
-        """Keep the largest value."""
-        with self._lock:
-            largest = self._maxima.get(name)
-            if largest is None or value > largest:
-                self._maxima[name] = value
-
-    def drain(self) -> dict[str, float]:
-        """Everything since the last drain, as plain floats; starts afresh."""
-        with self._lock:
-            sums, means, maxima = self._sums, self._means, self._maxima
-            self._sums, self._means, self._maxima = {}, {}, {}
-        values = {name: float(value) for name, value in sums.items()}
-        values.update({name: float(total / weight) for name, (total, weight) in means.items() if weight})
-        values.update({name: float(value) for name, value in maxima.items()})
-        return values
 
 
 class MetricLog:

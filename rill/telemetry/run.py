@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from importlib import metadata
@@ -334,20 +335,14 @@ def write_atomically(path: Path, text: str) -> None:
 def _make_unique(root: Path, name: str) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            path = root / (name if number == 1 else f"{name}-{number}")
+            with suppress(FileExistsError):
+                path.mkdir()  # atomic: of two processes with one name only one succeeds
+                return path
     except OSError as error:
         raise UserError(f"no runs can be kept in {root}: {error.strerror}: name another folder") from error
-    for number in range(1, 100_000):
-        path = root / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir()  # atomic: of two processes with one name only one succeeds
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError(
-                f"no runs can be kept in {root}: {error.strerror}: name another folder"
-            ) from error
-        return path
-    raise UserError(f"there are 100,000 runs called {name!r} in {root}: choose another name")
+    raise AssertionError("numbers do not end")
 
 
 def _rill_version() -> str:

@@ -6,8 +6,8 @@
 
 Guarantees: a save cut off at any byte leaves what was there before, or a folder whose manifest does not match, which
 load() refuses. Which of several to load, and how many to keep, is for whoever calls (rill.journal.checkpoints). A save
-copies to host memory, and training goes on; the files are written by one thread, with a process group of its own, and
-a second save waits for the first.
+returns at once: one thread copies the state to host memory and writes the files, with a process group of its own. What
+changes the state waits for the copy (rill.training.staging), and a second save for the first.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from rill.errors import CheckpointError, StuckError
 from rill.training.engine import TrainEngine
+from rill.training.staging import Staging, StateCopy
 from rill.types import PolicyVersion
 
 FOLDER, MANIFEST = "trainer", "manifest.json"
@@ -44,6 +43,7 @@ class Checkpointer:
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
         self._group: Any = None
+        self._staging = Staging(engine.device)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -52,7 +52,7 @@ class Checkpointer:
         self.wait()
         engine = self.engine
         engine.prepare_optimizer_state()
-        state = engine.state()
+        copy = StateCopy(self._staging, engine.state())
         about = {
             "format": _FORMAT,
             "version": int(engine.version),
@@ -60,10 +60,10 @@ class Checkpointer:
             "optimizer": _moments(engine),
         }
         self._join()
-        staged = {name: _to_host(value) for name, value in state.items()}
+        engine.hold(copy.wait)
         self._thread = threading.Thread(
             target=self._write_behind,
-            args=(staged, folder / FOLDER, about),
+            args=(copy, folder / FOLDER, about),
             name="rill-checkpoint",
             daemon=True,
         )
@@ -123,9 +123,9 @@ class Checkpointer:
         if self._group is not None:
             dist.barrier(group=self._group)
 
-    def _write_behind(self, state: dict[str, Any], final: Path, about: dict[str, Any]) -> None:
+    def _write_behind(self, copy: StateCopy, final: Path, about: dict[str, Any]) -> None:
         try:
-            self._write(state, final, about)
+            self._write(copy.run(), final, about)
         except BaseException as error:  # noqa: BLE001 - the thread's boundary: wait() raises it on the caller's
             self._error = error
 
@@ -200,11 +200,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return {"num_bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+        return {"num_bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -239,14 +236,3 @@ def _fingerprint(engine: TrainEngine) -> str:
 def _moments(engine: TrainEngine) -> str:
     """What kind of optimizer state a checkpoint holds: that of 8-bit AdamW is plain AdamW's."""
     return engine.config.optimizer.type.removesuffix("8bit")
-
-
-def _to_host(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        # DTensor.from_local would move the part back to the mesh's device.
-        names, about = value.__tensor_flatten__()  # type: ignore[no-untyped-call]
-        parts = {name: _to_host(getattr(value, name)) for name in names}
-        return DTensor.__tensor_unflatten__(  # type: ignore[no-untyped-call]
-            parts, about, value.shape, value.stride()
-        )
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from rill.errors import TrainingError
 from rill.models.loading import DTYPES
 from rill.models.lora import add_lora, merged_weights
+from rill.models.ops.int4 import check_groups, rounded_int4
 from rill.models.train.attention_packed import compile_layer
-from rill.models.train.products import sum_in_float32
+from rill.models.train.products import multiply_as_held, sum_in_float32
 from rill.training.engine_config import EngineConfig
 from rill.training.host_memory import keep_freed_memory
 from rill.training.module import LM_PREFIX, PackedModule
@@ -46,7 +47,7 @@ class TrainEngine:
     """Owns the module, the masters, the optimizer and the version."""
 
     def __init__(self, config: EngineConfig, module: PackedModule, world: World) -> None:
-        """`module` is on the world's device in param_dtype; it is changed in place."""
+        """`module` is on the world's device in float32; it is changed in place."""
         self.config = config
         self.world = world
         self.device = world.device
@@ -55,6 +56,7 @@ class TrainEngine:
         self.num_skipped_steps = 0
         self._version = 0
         self._shelf = Shelf()
+        self._until_read: Callable[[], None] | None = None
         if self.device.type == "cpu":
             keep_freed_memory()
         if config.lora is not None:
@@ -104,6 +106,7 @@ class TrainEngine:
         `learning_rate` takes the place of the schedule's; `norm` is gradient_norm() where the caller has read it;
         `reason` is what this rank knows of a loss that is not finite.
         """
+        self._wait_until_read()
         size = (self.gradient_norm().item() if norm is None else norm) / denominator
         is_finite = is_finite and math.isfinite(size)
         rate = self.learning_rate if learning_rate is None else learning_rate
@@ -202,6 +205,15 @@ class TrainEngine:
                 state[f"optimizer.{name}.{key}"] = like(value, template) if is_part else value
         return state
 
+    def hold(self, until: Callable[[], None]) -> None:
+        """Somebody reads state() by and by: before anything of it changes, `until` is called, which waits for that."""
+        self._until_read = until
+
+    def _wait_until_read(self) -> None:
+        until, self._until_read = self._until_read, None
+        if until is not None:
+            until()
+
     def prepare_optimizer_state(self) -> None:
         """Create optimizer state before the first step, so that a checkpoint has somewhere to be loaded into: a step of
         no gradient at rate 0, which moves nothing and does not count."""
@@ -236,6 +248,7 @@ class TrainEngine:
         """Move optimizer state, gradients and parameters to host memory. Nothing to do on a CPU."""
         if self.device.type == "cpu":
             return
+        self._wait_until_read()
         states = self.optimizer.state_tensors().values()
         tensors = [v for state in states for v in state.values() if isinstance(v, Tensor)]
         self._collect_gradients()
@@ -269,6 +282,11 @@ class TrainEngine:
         elif self.device.type == "cpu" and not self.config.compile:
             sum_in_float32(self.module.lm, self)
             self.module.sums = self
+        if self.config.quantization_aware:
+            check_groups(
+                [m.weight for at in self.module.layers for m in at.modules() if type(m) is nn.Linear]
+            )
+            multiply_as_held(self.module.layers, rounded_int4, self if self.module.sums is self else None)
         if self.config.compile:
             import torch._functorch.config as compiler  # seconds that a process without compiled layers can spare
 
@@ -289,8 +307,7 @@ class TrainEngine:
 
     def _make_slots(self) -> list[Slot]:
         """Masters for every trained parameter; bf16 copies and float32 accumulation where precision asks for it."""
-        param_dtype = DTYPES[self.config.param_dtype]
-        self._has_copies = not self.world.shards and param_dtype != self.compute_dtype
+        self._has_copies = not self.world.shards and self.compute_dtype != torch.float32
         slots: list[Slot] = []
         for name, parameter in self.module.named_parameters():
             master = local(parameter.detach())

@@ -24,9 +24,7 @@ class EngineConfig(Config):
 
     model: ModelConfig
     compute_dtype: Precision = "float32"
-    """Precision of the forward and backward pass."""
-    param_dtype: Precision = "float32"
-    """Precision of the optimised weights. bfloat16 halves memory and loses small updates: for experiments."""
+    """Precision of the forward and backward pass. What is optimised is always float32: small updates would be lost."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Schedule = Schedule()
     max_grad_norm: float = Field(default=1.0, ge=0.0)
@@ -44,6 +42,9 @@ class EngineConfig(Config):
     """torch.compile each layer."""
     activation_memory_budget: float = Field(default=1.0, gt=0.0, le=1.0)
     """With compile: the share of a layer's activations that may be kept; below 1 the cheapest are recomputed."""
+    quantization_aware: Literal["int4"] | None = None
+    """Compute with the layers' weights as an engine with `quantization` holds them; gradients are those of the weights
+    themselves. Unset: int4 where the rollout's engine has it."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters and freeze the rest. Unset: everything is trained."""
     freeze_vision: bool = False
@@ -67,6 +68,10 @@ class EngineConfig(Config):
             raise ValueError(
                 "tree_packing and context_parallel exclude each other: a shared prefix cannot be cut"
             )
+        if self.quantization_aware and (self.lora is not None or self.tensor_parallel > 1):
+            raise ValueError(
+                "quantization_aware needs whole, trained weights: no lora, and tensor_parallel = 1"
+            )
         if self.lora is not None and self.tensor_parallel > 1:
             raise ValueError("lora with tensor_parallel > 1 is not supported: set tensor_parallel = 1")
         if self.expert_parallel > 1 and (
@@ -81,8 +86,6 @@ class EngineConfig(Config):
                 f"activation_memory_budget = {self.activation_memory_budget} is kept by compiled layers: set compile = "
                 "true, or use activation_checkpointing"
             )
-        if self.param_dtype == "bfloat16" and self.compute_dtype != "bfloat16":
-            raise ValueError("param_dtype bfloat16 needs compute_dtype bfloat16")
         return self
 
 

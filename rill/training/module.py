@@ -174,6 +174,12 @@ class ValueModule(PackedModule):
         return values
 
 
+def load_value_module(config: ModelConfig, device: torch.device) -> ValueModule:
+    """To be trained: its head goes on from what was exported, if it was."""
+    lm = load_packed_lm(config, dtype=torch.float32, device=device)
+    return ValueModule(lm, Path(config.path) / VALUE_HEAD_FILE if config.path else None)
+
+
 def load_packed_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Any:
     """The causal LM with packed attention, in training mode (no dropout: see below)."""
     attention_packed.register()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,19 @@ from rill.types import Bits, Picture, TokenIds
 Indices = npt.NDArray[np.int64]
 
 
+class Masked(Protocol):
+    """A sequence some of whose tokens are trained on: a trajectory, an example, an answer."""
+
+    @property
+    def token_ids(self) -> TokenIds: ...
+
+    @property
+    def loss_mask(self) -> Bits: ...
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackSequence:
     """One sequence to be packed."""
@@ -46,9 +59,34 @@ class PackSequence:
     """[T, L, K] that the engine chose, for routing replay (rill.models.routing); -1: the router's own."""
     pictures: tuple[Picture, ...] = ()
 
+    @staticmethod
+    def of(
+        source: Masked,
+        share_key: str | None = None,
+        *,
+        every_token: bool = False,
+        routed_experts: npt.NDArray[np.int16] | None = None,
+    ) -> PackSequence:
+        """Its trained tokens are wanted, or every token."""
+        mask = np.ones(len(source.token_ids), np.bool_) if every_token else source.loss_mask
+        return PackSequence(
+            token_ids=source.token_ids,
+            wanted=predicted(mask),
+            share_key=share_key,
+            routed_experts=routed_experts,
+            pictures=source.pictures,
+        )
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+def predicted(mask: Bits) -> Bits:
+    """A mask without position 0, which nothing predicts."""
+    mask = mask.copy()
+    mask[:1] = False
+    return mask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import copy
 import datetime
 import fnmatch
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rill.errors import ConfigError, UnsupportedError
+from rill.errors import ConfigError, UnsupportedError, WeightSyncError
 from rill.models.eager import has_tower
 from rill.training.experts import spread_experts
 
@@ -330,6 +330,21 @@ def local_slice(whole: Tensor, template: Tensor) -> Tensor:
     return distribute_tensor(whole, template.device_mesh, template.placements, src_data_rank=None).to_local()
 
 
+@torch.no_grad()
+def copy_weights(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy whole weights in by name; each rank keeps its part. WeightSyncError: one belongs to another model, or is
+    missing."""
+    missing = set(own)
+    for name, tensor in tensors:
+        if name not in own or own[name].shape != tensor.shape:
+            raise WeightSyncError(f"{name} {tuple(tensor.shape)} does not belong to this model")
+        part = local(own[name])
+        part.copy_(local_slice(tensor.to(part.device), own[name]))
+        missing.discard(name)
+    if missing:
+        raise WeightSyncError(f"{len(missing)} weights were not given, {min(missing)} among them")
+
+
 def gradient_norm(parameters: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
     """L2 norm over all ranks of (template parameter, local gradient) pairs, each element counted once."""
     sums: dict[tuple[Any, ...], list[Tensor]] = {}
@@ -353,16 +368,3 @@ def gradient_norm(parameters: Iterable[tuple[Tensor, Tensor]], device: torch.dev
             dist.all_reduce(square, group=group)
         total = total + square
     return total.sqrt()
-
-
-__all__ = [
-    "Rendezvous",
-    "World",
-    "apply_tensor_parallel",
-    "full",
-    "gradient_norm",
-    "like",
-    "local",
-    "local_slice",
-    "shard_model",
-]

@@ -37,11 +37,11 @@ from rill.models.train.packed_layout import copy_in
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import MiniBatchConfig
 from rill.training.module import Distill, PolicyOutput, has_plain_logits
-from rill.training.packing import Pack, PackSequence, plan_micro_batches
+from rill.training.packing import Pack, PackSequence, plan_micro_batches, predicted
 from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel
 from rill.training.step import StepTrainer
-from rill.types import Floats, PolicyVersion, Sample
+from rill.types import Bits, Floats, PolicyVersion, Sample
 
 
 class PolicyLoss(Protocol):
@@ -164,9 +164,13 @@ class PolicyTrainer(StepTrainer):
         temperature = self.config.temperature if temperature is None else temperature
         for sample in samples:
             self.batcher.check(sample.trajectory)
+        return self.logprobs_of(self._sequences(samples, every_token=not trained_only), temperature)
+
+    def logprobs_of(self, sequences: Sequence[PackSequence], temperature: float = 1.0) -> list[Floats]:
+        """The same of sequences' wanted tokens; 0 elsewhere."""
         if self.config.batch_invariant:
-            return self._invariant_logprobs(samples, temperature, trained_only=trained_only)
-        return self._recompute(samples, temperature, trained_only=trained_only)
+            return self._invariant_logprobs(sequences, temperature)
+        return self._recomputed(sequences, temperature)
 
     def scored(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with what the algorithm wants of the policy before its loss: old_logprobs, and energies for
@@ -186,7 +190,7 @@ class PolicyTrainer(StepTrainer):
             output = self.engine.module(pack, self.config.temperature, squares)
             return output.logprobs_K, 1 - 2 * output.logprobs_K.exp() + output.kl_K
 
-        sequences = [_sequence(s, None, self.config.routing_replay) for s in samples]
+        sequences = self._sequences(samples)
         old, energies = self.batcher.per_token_columns(sequences, compute, num_columns=2)
         return [
             dataclasses.replace(s, old_logprobs=o, energies=e)
@@ -215,7 +219,7 @@ class PolicyTrainer(StepTrainer):
             return
         has_old = self.num_steps > 1 and Need.OLD_LOGPROBS in self.algorithm.needs
         version = self._step_version
-        sequences = [_sequence(s, None, self.config.routing_replay) for s in samples]
+        sequences = self._sequences(samples)
         if Need.FULL_VOCABULARY_TEACHER in self.algorithm.needs and not self._teachers:
             raise TrainingError("this algorithm distils over the whole vocabulary: call set_teachers() first")
         passes: Iterable[tuple[MicroBatch, dict[str, Tensor]]] = (
@@ -235,16 +239,12 @@ class PolicyTrainer(StepTrainer):
             tokens = self._token_batch(batch, columns, output, statistics)
             tokens = dataclasses.replace(tokens, knows_old=has_old or step == 0)
             loss = self._guarded(functools.partial(self.algorithm.policy_loss, tokens), tokens.logprobs_N)
-            if batch.is_idle:
-                self.engine.backward(_nothing(output))
-            else:
-                numerator = loss.numerator
-                if balance:  # it weighs as much as this pass's share of the loss
-                    term = self.config.router_balance_loss * torch.stack(balance).mean()
-                    numerator = numerator + term * divisor(loss.denominator)
-                self.engine.backward(numerator)
-                self._count_pass(batch, loss.numerator, loss.denominator)
-            self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
+            beside: Tensor | float = 0.0
+            if balance:  # it weighs as much as this pass's share of the loss
+                term = self.config.router_balance_loss * torch.stack(balance).mean()
+                beside = term * divisor(loss.denominator)
+            outputs = output.logprobs_K if output.kl_K is None else output.logprobs_K + output.kl_K
+            self._learn(batch, loss, outputs, beside)
         self._count(samples=len(samples))
 
     def _routed(self) -> AbstractContextManager[list[Tensor]]:
@@ -345,38 +345,41 @@ class PolicyTrainer(StepTrainer):
             statistics=statistics,
         )
 
+    def _sequences(self, samples: Sequence[Sample], *, every_token: bool = False) -> list[PackSequence]:
+        replays = self.config.routing_replay
+        return [
+            PackSequence.of(
+                s.trajectory,
+                s.trajectory.group_id,
+                every_token=every_token,
+                routed_experts=s.trajectory.routed_experts if replays else None,
+            )
+            for s in samples
+        ]
+
     def _usable(self, samples: Sequence[Sample]) -> list[Sample]:
         """Checked samples with something to train on and within the budget; the rest is counted or an error."""
         for sample in samples:
             self.batcher.check(sample.trajectory)
         return self._fitting(samples, lambda s: s.num_tokens, lambda s: bool(_wanted(s).any()))
 
-    def _recompute(
-        self, samples: Sequence[Sample], temperature: float, *, trained_only: bool
-    ) -> list[Floats]:
-        replays = self.config.routing_replay
-        sequences = [_sequence(s, None if trained_only else False, replays) for s in samples]
+    def _recomputed(self, sequences: Sequence[PackSequence], temperature: float) -> list[Floats]:
         return self.batcher.per_token(
             sequences, lambda pack: self.engine.module(pack, temperature).logprobs_K
         )
 
-    def _invariant_logprobs(
-        self, samples: Sequence[Sample], temperature: float, *, trained_only: bool
-    ) -> list[Floats]:
-        if any(sample.trajectory.pictures for sample in samples):
+    def _invariant_logprobs(self, sequences: Sequence[PackSequence], temperature: float) -> list[Floats]:
+        if any(sequence.pictures for sequence in sequences):
             raise UnsupportedError(
                 "batch_invariant scores tokens alone, and samples have pictures: turn it off"
             )
         if self._scorer is None:
             self._scorer = PackedScorer(self.engine.module.lm, max_len=self.config.micro_batch_tokens)
-        results: list[Floats] = [np.zeros(0, dtype=np.float32)] * len(samples)
-        for part in plan_micro_batches([s.num_tokens for s in samples], self.config.micro_batch_tokens):
-            scored = self._scorer(
-                [torch.from_numpy(samples[i].trajectory.token_ids) for i in part], temperature
-            )
+        results: list[Floats] = [np.zeros(0, dtype=np.float32)] * len(sequences)
+        for part in plan_micro_batches([s.num_tokens for s in sequences], self.config.micro_batch_tokens):
+            scored = self._scorer([torch.from_numpy(sequences[i].token_ids) for i in part], temperature)
             for index, values in zip(part, scored, strict=True):
-                mask = _wanted(samples[index]) if trained_only else 1.0
-                results[index] = (values.numpy() * mask).astype(np.float32)
+                results[index] = (values.numpy() * sequences[index].wanted).astype(np.float32)
         return results
 
     def _lacks_old_logprobs(self, samples: Sequence[Sample]) -> bool:
@@ -387,35 +390,9 @@ class PolicyTrainer(StepTrainer):
 
     def _with_old_logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
         # By the training path even with batch_invariant: at the first step π/π_old must be 1, not 1 ± rounding.
-        old = self._recompute(samples, self.config.temperature, trained_only=True)
+        old = self._recomputed(self._sequences(samples), self.config.temperature)
         return [dataclasses.replace(s, old_logprobs=o) for s, o in zip(samples, old, strict=True)]
 
 
-def _nothing(output: PolicyOutput) -> Tensor:
-    """A loss of zero that reaches every parameter: what an idle pass backpropagates."""
-    total = output.logprobs_K.sum() if output.kl_K is None else output.logprobs_K.sum() + output.kl_K.sum()
-    return total * 0.0
-
-
-def _wanted(sample: Sample) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """The loss mask without position 0, which nothing predicts."""
-    mask = sample.trajectory.loss_mask.copy()
-    mask[:1] = False
-    return mask
-
-
-def _sequence(sample: Sample, wanted: bool | None, replays: bool) -> PackSequence:
-    """`wanted` None: trained tokens. False: every token but the first. `replays`: the engine's choice of experts."""
-    trajectory = sample.trajectory
-    if wanted is None:
-        mask = _wanted(sample)
-    else:
-        mask = np.ones(trajectory.num_tokens, dtype=np.bool_)
-        mask[:1] = False
-    return PackSequence(
-        token_ids=trajectory.token_ids,
-        wanted=mask,
-        share_key=trajectory.group_id,
-        routed_experts=trajectory.routed_experts if replays else None,
-        pictures=trajectory.pictures,
-    )
+def _wanted(sample: Sample) -> Bits:
+    return predicted(sample.trajectory.loss_mask)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -25,11 +24,10 @@ from rill.algorithms.preferences.dpo import DPO
 from rill.config import OneOf, PartConfig
 from rill.data.pairs import Answer, PreferencePair
 from rill.errors import ConfigError, InvalidSampleError
-from rill.models.loading import DTYPES
 from rill.training.batching import MicroBatch, Tally
 from rill.training.engine_config import EngineConfig
-from rill.training.module import VALUE_HEAD_FILE, PackedModule, ValueModule, load_packed_lm
-from rill.training.packing import PackSequence
+from rill.training.module import PackedModule, load_value_module
+from rill.training.packing import PackSequence, predicted
 from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel, sequence_scores
 from rill.training.trainer import Trainer
@@ -65,12 +63,7 @@ class PairTrainer(Trainer):
         for batch, inside in self._passes(kept):
             outputs = self._outputs(batch)
             loss = self._guarded(functools.partial(self._loss, batch, inside, outputs), outputs)
-            if batch.is_idle:
-                self.engine.backward(outputs.sum() * 0.0)
-            else:
-                self.engine.backward(loss.numerator)
-                self._count_pass(batch, loss.numerator, loss.denominator)
-            self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
+            self._learn(batch, loss, outputs)
         self._count(samples=len(kept))
 
     def evaluate(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
@@ -89,7 +82,7 @@ class PairTrainer(Trainer):
     def _passes(
         self, pairs: Sequence[PreferencePair]
     ) -> Iterator[tuple[MicroBatch, Sequence[PreferencePair]]]:
-        sequences = [answer_sequence(a, p.id) for p in pairs for a in p.answers]
+        sequences = [PackSequence.of(a, p.id) for p in pairs for a in p.answers]
         owner = [number for number, p in enumerate(pairs) for _ in p.answers]
         units: list[list[int]] = [[] for _ in pairs]
         for index, number in enumerate(owner):
@@ -137,8 +130,7 @@ class RewardTrainer(PairTrainer):
         return sequence_scores(self.engine.module, self.batcher, sequences)
 
     def _make_module(self, config: EngineConfig, device: torch.device) -> PackedModule:
-        lm = load_packed_lm(config.model, dtype=DTYPES[config.param_dtype], device=device)
-        return ValueModule(lm, Path(config.model.path) / VALUE_HEAD_FILE if config.model.path else None)
+        return load_value_module(config.model, device)
 
     def _outputs(self, batch: MicroBatch) -> torch.Tensor:
         scores_S: torch.Tensor = self.engine.module(batch.pack, per_sequence=True)
@@ -181,13 +173,13 @@ class PreferenceTrainer(PairTrainer):
 
     def logprobs(self, answers: Sequence[Answer]) -> list[Floats]:
         """log π of the answers' trained tokens, aligned with token_ids."""
-        sequences = [answer_sequence(a) for a in answers]
+        sequences = [PackSequence.of(a) for a in answers]
         return self.batcher.per_token(sequences, lambda pack: self.engine.module(pack).logprobs_K)
 
     def _prepared(self, pairs: list[PreferencePair]) -> list[PreferencePair]:
         if self.loss.needs_reference and self.reference is not None:
             missing = [a for p in pairs for a in p.answers if a.ref_logprobs is None]
-            scored = self.reference.logprobs_of([answer_sequence(a) for a in missing])
+            scored = self.reference.logprobs_of([PackSequence.of(a) for a in missing])
             filled = {id(a): replace(a, ref_logprobs=x) for a, x in zip(missing, scored, strict=True)}
             pairs = [
                 replace(
@@ -209,7 +201,7 @@ class PreferenceTrainer(PairTrainer):
         limit = self.config.micro_batch_tokens if len(pairs) > 1 else 0  # one pair has no other prompt
         answers = [a for a in shifted if len(a.token_ids) <= limit]
         own = self.logprobs(answers)
-        theirs = self.reference.logprobs_of([answer_sequence(a) for a in answers])
+        theirs = self.reference.logprobs_of([PackSequence.of(a) for a in answers])
         total = sum(float((x - y).sum()) for x, y in zip(own, theirs, strict=True))
         sums = self.world.sum_over_data(torch.tensor([total, float(len(answers))], dtype=torch.float64))
         return max(0.0, float(sums[0]) / max(1.0, float(sums[1])))
@@ -260,15 +252,6 @@ def mismatched(answer: Answer, other: Answer) -> Answer:
     )
 
 
-def answer_sequence(answer: Answer, share_key: str | None = None) -> PackSequence:
-    """What is packed of an answer: its own tokens are wanted."""
-    wanted = answer.loss_mask.copy()
-    wanted[:1] = False
-    return PackSequence(
-        token_ids=answer.token_ids, wanted=wanted, share_key=share_key, pictures=answer.pictures
-    )
-
-
 def _reference(pairs: Sequence[PreferencePair]) -> Floats:
     parts: list[Floats] = []
     for pair in pairs:
@@ -277,5 +260,5 @@ def _reference(pairs: Sequence[PreferencePair]) -> Floats:
                 raise InvalidSampleError(
                     f"{pair.id}: the loss needs the reference's log-probabilities: give PreferenceTrainer a reference"
                 )
-            parts.append(answer.ref_logprobs[answer_sequence(answer).wanted])
+            parts.append(answer.ref_logprobs[predicted(answer.loss_mask)])
     return np.concatenate(parts).astype(np.float32)

@@ -29,13 +29,13 @@ from rill.algorithms.embodied import (
     ppo_loss,
 )
 from rill.config import PartConfig
-from rill.errors import CheckpointError, InvalidSampleError, TrainingError
+from rill.errors import CheckpointError, InvalidSampleError, TrainingError, WeightSyncError
 from rill.models.robots.base import Evaluated, Policy
 from rill.models.robots.inputs import Inputs
 from rill.registry import Registry
 from rill.telemetry.run import write_atomically
 from rill.training.balance import CostModel
-from rill.training.parallel import Rendezvous, World
+from rill.training.parallel import Rendezvous, World, copy_weights
 from rill.types import EmbodiedTrajectory, Floats, Observation
 
 ROBOT_TRAINERS = Registry(
@@ -183,18 +183,14 @@ class RobotTrainer:
     def wait_saved(self, timeout_s: float) -> None:
         """It is when `save` returns."""
 
-    @torch.no_grad()
     def load(self, folder: str) -> None:
         place = Path(folder)
         try:
             state = torch.load(place / STATE_FILE, map_location=self.device, weights_only=True)
             self._num_steps = int(json.loads((place / COUNTS_FILE).read_text(encoding="utf-8"))["steps"])
-            for name, tensor in self.policy.trained().items():
-                tensor.copy_(state["policy"].pop(name))
-            if state["policy"]:
-                raise ValueError(f"the policy has no {', '.join(state['policy'])}")
+            copy_weights(self.policy.trained(), state["policy"].items())
             self.optimizer.load_state_dict(state["optimizer"])
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+        except (OSError, RuntimeError, ValueError, KeyError, WeightSyncError) as error:
             raise CheckpointError(f"{place} cannot be read: {error}") from error
 
     def onload(self) -> None:

@@ -17,10 +17,11 @@ from pydantic import Field
 from torch import Tensor
 
 from rill.config import Config
-from rill.errors import ConfigError, WeightSyncError
+from rill.errors import ConfigError
 from rill.models.loading import DTYPES, ModelConfig
+from rill.models.ops.int4 import rounded_int4
 from rill.models.train.attention_packed import compile_layer
-from rill.models.train.products import sum_in_float32
+from rill.models.train.products import multiply_as_held, sum_in_float32
 from rill.training.batching import Batcher
 from rill.training.engine_config import EngineConfig, Precision
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
@@ -30,9 +31,9 @@ from rill.training.parallel import (
     Rendezvous,
     World,
     apply_tensor_parallel,
+    copy_weights,
     full,
     local,
-    local_slice,
     shard_model,
 )
 from rill.types import Floats, Sample, TokenIds
@@ -51,6 +52,8 @@ class FrozenModel:
         """torch.compile each layer. Unset: as the trainer does."""
         on_too_long: Literal["error", "skip"] | None = None
         """A sequence over micro_batch_tokens: an error, or left without scores. Unset: as the trainer does."""
+        quantization_aware: Literal["int4"] | None = None
+        """Unset: as the trainer does."""
         shard: bool = False
         """Cut the weights over the group's ranks (FSDP2). false: each rank, or tensor-parallel row, has them all."""
         tensor_parallel: int = Field(default=1, ge=1)
@@ -63,6 +66,7 @@ class FrozenModel:
                 "micro_batch_tokens": trainer.micro_batch_tokens,
                 "compile": trainer.compile,
                 "on_too_long": trainer.on_too_long,
+                "quantization_aware": trainer.quantization_aware,
             }
             unset = {name: value for name, value in theirs.items() if getattr(self, name) is None}
             return self.model_copy(update=unset)
@@ -118,6 +122,8 @@ class FrozenModel:
             apply_tensor_parallel(self.module.lm, self.world)
         elif self.world.device.type == "cpu" and not config.compile:
             sum_in_float32(self.module.lm)
+        if config.quantization_aware:
+            multiply_as_held(self.module.layers, rounded_int4)
         layers = list(self.module.layers)
         if config.compile:
             for layer in layers:
@@ -133,10 +139,9 @@ class FrozenModel:
 def sequence_scores(module: PackedModule, batcher: Batcher, sequences: Sequence[TokenIds]) -> list[float]:
     """What a ValueModule gives each whole sequence, NaN to one that is too long and to be skipped; a collective where
     its ranks hold parts of it."""
-    packed = []
     for index, tokens in enumerate(sequences):
         batcher.check_tokens(f"sequence {index}", tokens)
-        packed.append(PackSequence(token_ids=tokens, wanted=np.zeros(len(tokens), dtype=np.bool_)))
+    packed = [PackSequence(token_ids=tokens, wanted=np.zeros(len(tokens), np.bool_)) for tokens in sequences]
     fitting = [i for i, sequence in enumerate(packed) if batcher.fits(sequence)]
     scores = [float("nan")] * len(packed)
     with torch.no_grad():
@@ -172,19 +177,9 @@ class ScoreModel(FrozenModel):
     ) -> list[Floats]:
         """As PolicyTrainer.logprobs."""
         temperature = self.config.temperature if temperature is None else temperature
-        sequences: list[PackSequence] = []
         for sample in samples:
-            trajectory = sample.trajectory
-            self.batcher.check(trajectory)
-            wanted = (
-                trajectory.loss_mask.copy()
-                if trained_only
-                else np.ones(trajectory.num_tokens, dtype=np.bool_)
-            )
-            wanted[:1] = False
-            sequences.append(
-                PackSequence(token_ids=trajectory.token_ids, wanted=wanted, pictures=trajectory.pictures)
-            )
+            self.batcher.check(sample.trajectory)
+        sequences = [PackSequence.of(s.trajectory, every_token=not trained_only) for s in samples]
         return self.logprobs_of(sequences, temperature)
 
     def logprobs_of(self, sequences: Sequence[PackSequence], temperature: float = 1.0) -> list[Floats]:
@@ -201,18 +196,10 @@ class ScoreModel(FrozenModel):
         """[V, E]: with hidden(), the logits that a student learns from."""
         return full(self.module.lm.get_output_embeddings().weight)
 
-    @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole weights in by Hugging Face name: a reference that follows the policy every n steps."""
-        own = dict(self.module.lm.named_parameters())
-        given: set[str] = set()
-        for name, tensor in tensors:
-            if name not in own or own[name].shape != tensor.shape:
-                raise WeightSyncError(f"{name} {tuple(tensor.shape)} does not belong to this model")
-            part = local(own[name])
-            part.copy_(local_slice(tensor.to(part.device), own[name]))
-            given.add(name)
-        if self.module.vision is not None:
-            self.module.vision.forget()
-        if missing := own.keys() - given:
-            raise WeightSyncError(f"{len(missing)} weights were not given, {min(missing)} among them")
+        try:
+            copy_weights(dict(self.module.lm.named_parameters()), tensors)
+        finally:
+            if self.module.vision is not None:
+                self.module.vision.forget()

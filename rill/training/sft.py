@@ -13,29 +13,23 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rill.algorithms.base import Metric
+from rill.algorithms.base import LossSum, Metric
+from rill.data.chat import PromptEncoder
+from rill.data.sft import SFTEncoder
 from rill.errors import InvalidSampleError
+from rill.models.loading import load_tokenizer
+from rill.models.pictures import load_pictures
 from rill.training.batching import gather_context
 from rill.training.engine_config import EngineConfig
-from rill.training.packing import PackSequence
+from rill.training.packing import Masked, PackSequence
 from rill.training.trainer import Trainer
-from rill.types import Bits, Picture, TokenIds
 
 
-class Example(Protocol):
+class Example(Masked, Protocol):
     """A sequence to imitate; rill.data.sft.SFTExample is one."""
 
     @property
     def id(self) -> str: ...
-
-    @property
-    def token_ids(self) -> TokenIds: ...
-
-    @property
-    def loss_mask(self) -> Bits: ...
-
-    @property
-    def pictures(self) -> tuple[Picture, ...]: ...
 
 
 class SFTTrainer(Trainer):
@@ -71,14 +65,10 @@ class SFTTrainer(Trainer):
             output = self.engine.module(batch.pack)
             logprobs_K = gather_context(output.logprobs_K, batch.pack, self.world)
             entropy_K = gather_context(output.entropy_K, batch.pack, self.world)
-            weight = 0.0 if batch.is_idle else 1.0
-            numerator = -logprobs_K.sum() * weight
-            self.engine.backward(numerator)
             ones_K = torch.ones_like(entropy_K)
             metrics = {"sft/entropy": Metric.mean(entropy_K, ones_K)}
-            if not batch.is_idle:
-                self._count_pass(batch, numerator, ones_K.sum())
-            self._tally.add_metrics(metrics, is_idle=batch.is_idle)
+            loss = LossSum(numerator=-logprobs_K.sum(), denominator=ones_K.sum(), metrics=metrics)
+            self._learn(batch, loss, logprobs_K)
         self._count(samples=len(kept))
 
     def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -104,12 +94,16 @@ class SFTTrainer(Trainer):
             if example.loss_mask.dtype != np.bool_ or len(example.loss_mask) != len(example.token_ids):
                 raise InvalidSampleError(f"{example.id}: loss_mask must be one bool for each token")
             self.batcher.check_tokens(example.id, example.token_ids)
-            wanted = example.loss_mask.copy()
-            wanted[:1] = False
-            sequences.append(
-                PackSequence(token_ids=example.token_ids, wanted=wanted, pictures=example.pictures)
-            )
+            sequences.append(PackSequence.of(example))
         return sequences
+
+
+def open_encoder(config: EngineConfig) -> SFTEncoder:
+    """Rows to examples, for a trainer's model. What the trainer skips and counts must reach it."""
+    prompts = PromptEncoder(load_tokenizer(config.model))
+    prompts.pictures = load_pictures(config.model)
+    limit = config.micro_batch_tokens if config.on_too_long == "error" else None
+    return SFTEncoder(prompts, max_tokens=limit)
 
 
 def _perplexity(loss: float) -> float:

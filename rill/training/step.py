@@ -15,12 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 
 from rill.errors import TrainingError
-from rill.training.engine import TrainEngine
 from rill.training.engine_config import MiniBatchConfig
-from rill.training.parallel import Rendezvous
 from rill.training.trainer import Trainer
 from rill.types import Sample
 
@@ -28,23 +25,14 @@ from rill.types import Sample
 class StepTrainer(Trainer):
     """A subclass has the loss: _usable() and _add()."""
 
-    def __init__(
-        self,
-        config: MiniBatchConfig,
-        *,
-        rendezvous: Rendezvous | None = None,
-        device: str | torch.device = "cpu",
-        engine: TrainEngine | None = None,
-    ) -> None:
-        super().__init__(config, rendezvous=rendezvous, device=device, engine=engine)
-        self._config = config
-        self._held: list[Sample] = []
-        self._is_begun = False
+    config: MiniBatchConfig
+    _held: list[Sample]
+    _is_begun = False
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps per batch."""
-        return self._config.num_epochs * self._config.num_mini_batches
+        return self.config.num_epochs * self.config.num_mini_batches
 
     @property
     def waits_for(self) -> str:
@@ -73,7 +61,7 @@ class StepTrainer(Trainer):
             samples = self._whole(self._held)
         self._held = []
         steps: list[dict[str, float]] = []
-        for number, part in enumerate(mini_batches(self._config, len(samples), self.version)):
+        for number, part in enumerate(mini_batches(self.config, len(samples), self.version)):
             with self._working():
                 self._add([samples[i] for i in part], step=number)
             steps.append(self._apply())

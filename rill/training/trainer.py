@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rill.algorithms.base import LossSum, Metric
 from rill.errors import TrainingError
-from rill.models.loading import DTYPES, check_vocabulary, load_tokenizer
+from rill.models.loading import check_vocabulary, load_tokenizer
 from rill.training.balance import CostModel
 from rill.training.batching import Batcher, MicroBatch, Tally
 from rill.training.checkpoint import Checkpointer
@@ -138,7 +138,7 @@ class Trainer:
     # --- for the trainers ---------------------------------------------------------------------------------
 
     def _make_module(self, config: EngineConfig, device: torch.device) -> PackedModule:
-        lm = load_packed_lm(config.model, dtype=DTYPES[config.param_dtype], device=device)
+        lm = load_packed_lm(config.model, dtype=torch.float32, device=device)
         if config.model.tokenizer is not None:
             check_vocabulary(load_tokenizer(config.model), lm.config)
         return PolicyModule(lm, chunk_bytes=config.head_chunk_bytes, keep_bytes=config.head_keep_bytes)
@@ -163,14 +163,21 @@ class Trainer:
         """Add to this step's sums; every rank has every name, whatever work it had."""
         self._tally.add(**{**dict.fromkeys(_COUNTS, 0.0), **values})
 
-    def _count_pass(self, batch: MicroBatch, numerator: Tensor, denominator: Tensor) -> None:
-        self._count(
-            numerator=numerator,
-            denominator=denominator,
-            tokens=batch.pack.num_sequence_tokens,
-            computed_tokens=batch.pack.num_row_tokens,
-            trained_tokens=len(batch.pack.seq_K),
-        )
+    def _learn(self, batch: MicroBatch, loss: LossSum, outputs: Tensor, beside: Tensor | float = 0.0) -> None:
+        """Add a pass's gradient and counts; `beside` is trained on and not reported. An idle pass adds nothing, through
+        `outputs`, which reach every parameter: its rank keeps step with the others."""
+        if batch.is_idle:
+            self.engine.backward(outputs.sum() * 0.0)
+        else:
+            self.engine.backward(loss.numerator + beside)
+            self._count(
+                numerator=loss.numerator,
+                denominator=loss.denominator,
+                tokens=batch.pack.num_sequence_tokens,
+                computed_tokens=batch.pack.num_row_tokens,
+                trained_tokens=len(batch.pack.seq_K),
+            )
+        self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
 
     def _fitting(
         self, items: Sequence[Item], length: Callable[[Item], int], is_trained: Callable[[Item], bool]

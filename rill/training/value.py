@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -17,11 +16,10 @@ import torch
 
 from rill.algorithms.base import LossSum, TokenBatch
 from rill.errors import TrainingError
-from rill.models.loading import DTYPES
 from rill.models.train.packed_layout import copy_in
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import EngineConfig, MiniBatchConfig
-from rill.training.module import VALUE_HEAD_FILE, PackedModule, ValueModule, load_packed_lm
+from rill.training.module import PackedModule, load_value_module
 from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous
 from rill.training.step import StepTrainer
@@ -48,7 +46,6 @@ class ValueTrainer(StepTrainer):
         device: str | torch.device = "cpu",
     ) -> None:
         super().__init__(config, rendezvous=rendezvous, device=device)
-        self.config: ValueTrainer.Config = config
         self.algorithm = algorithm
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -79,20 +76,14 @@ class ValueTrainer(StepTrainer):
         )
 
     def _make_module(self, config: EngineConfig, device: torch.device) -> PackedModule:
-        lm = load_packed_lm(config.model, dtype=DTYPES[config.param_dtype], device=device)
-        return ValueModule(lm, Path(config.model.path) / VALUE_HEAD_FILE if config.model.path else None)
+        return load_value_module(config.model, device)
 
     def _add(self, samples: Sequence[Sample], step: int = 0) -> None:
         for batch in self.batcher.micro_batches([_sequence(s) for s in samples]):
             values_K = gather_context(self.engine.module(batch.pack), batch.pack, self.world)
             tokens = self._token_batch(batch, [samples[i] for i in batch.indices], values_K)
             loss = self._guarded(functools.partial(self.algorithm.value_loss, tokens), values_K)
-            if batch.is_idle:
-                self.engine.backward(values_K.sum() * 0.0)
-            else:
-                self.engine.backward(loss.numerator)
-                self._count_pass(batch, loss.numerator, loss.denominator)
-            self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
+            self._learn(batch, loss, values_K)
         self._count(samples=len(samples))
 
     def _token_batch(
@@ -125,12 +116,4 @@ class ValueTrainer(StepTrainer):
 
 
 def _sequence(sample: Sample) -> PackSequence:
-    wanted = sample.trajectory.loss_mask.copy()
-    wanted[:1] = False
-    trajectory = sample.trajectory
-    return PackSequence(
-        token_ids=trajectory.token_ids,
-        wanted=wanted,
-        share_key=trajectory.group_id,
-        pictures=trajectory.pictures,
-    )
+    return PackSequence.of(sample.trajectory, sample.trajectory.group_id)

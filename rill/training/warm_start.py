@@ -10,12 +10,8 @@ import math
 
 from rill.config import PartConfig
 from rill.data.base import Split, open_dataset
-from rill.data.chat import PromptEncoder
 from rill.data.loader import LoaderConfig, open_loader
-from rill.data.sft import SFTEncoder
-from rill.models.loading import load_tokenizer
-from rill.models.pictures import load_pictures
-from rill.training.sft import SFTTrainer
+from rill.training.sft import SFTTrainer, open_encoder
 from rill.training.trainer import Trainer
 
 
@@ -33,10 +29,7 @@ class WarmStart:
         self.trainer = SFTTrainer.sharing(trainer, learning_rate=learning_rate)
         self._num_steps = steps
         self._learning_rate = learning_rate
-        encoder = PromptEncoder(load_tokenizer(trainer.config.model))
-        encoder.pictures = load_pictures(trainer.config.model)
-        limit = trainer.config.micro_batch_tokens if trainer.config.on_too_long == "error" else None
-        self._encoder = SFTEncoder(encoder, max_tokens=limit)
+        self._encoder = open_encoder(trainer.config)
         dataset = open_dataset(data, Split.TRAIN)
         rank, size = trainer.world.data_rank, trainer.world.data_size
         self._loader = open_loader(dataset, LoaderConfig(seed=seed), rank=rank, world=size)

@@ -9,6 +9,7 @@ failed, starts it again (rill.workflows.fleet) and asks for `catch_up`.
 from __future__ import annotations
 
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -53,11 +54,19 @@ class PublishingWorker(Worker):
             self.engines = Engines(self.publisher, rollout, timeout_s, interrupt)
         self.engines.rollout = rollout
 
+    @abstractmethod
+    def train(self, source: Any, version: PolicyVersion) -> Mapping[str, float]:
+        """One step from `version`, on the samples of `source`; its metrics."""
+
     def publish(self, version: PolicyVersion) -> Synced | None:
         """Bring the engines to the weights as they are, once those that were lost are back (the driver sees to it)."""
+        began_s = time.monotonic()
         with self.device_lock():
             manifest = self._gather(version)
-        return self._bring_engines_to(manifest)
+        synced = self._bring_engines_to(manifest)
+        return synced and synced._replace(
+            metrics={**synced.metrics, "time/sync_s": time.monotonic() - began_s}
+        )
 
     def _bring_engines_to(self, manifest: SealedManifest | None) -> Synced | None:
         """Outside a turn on the devices: engines that share them need their own."""

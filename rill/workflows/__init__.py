@@ -3,9 +3,10 @@
 The room in the order of its story; docs/design.md follows one sample through it.
 
     grpo, ppo, embodied, language      the algorithms: their groups, and one step
-    sft, preference, supervised        those that learn from rows and not from samples of their own
+    supervised                         those that learn from rows and not from samples of their own: sft, dpo …
     config, rl_config                  the recipe
-    workflow, launch                   a session: a cluster with all groups; the next one where a trainer is lost
+    workflow, launch, session          a cluster with all groups, and what the driver knows of them; the next session
+                                       where a trainer is lost
     flow, edges, records               the lines of a step as calls, channels and chunks
     loop, steering                     step after step; what may be changed between two of them
     staleness, controller              which groups are begun, kept, batched
@@ -33,11 +34,26 @@ WORKFLOWS = Registry(
         "grpo": "rill.workflows.grpo:GRPO",
         "ppo": "rill.workflows.ppo:PPO",
         "embodied": "rill.workflows.embodied:Embodied",
-        "sft": "rill.workflows.sft:SFTWorkflow",
-        "reward_model": "rill.workflows.preference:RewardModelWorkflow",
-        "dpo": "rill.workflows.preference:DPOWorkflow",
+        "sft": "rill.workflows.supervised:SFTWorkflow",
+        "reward_model": "rill.workflows.supervised:RewardModelWorkflow",
+        "dpo": "rill.workflows.supervised:DPOWorkflow",
     },
 )
+
+PRELOAD = (
+    "rill.workflows.rollout",
+    "rill.workflows.actor",
+    "rill.workflows.controller",
+    "rill.inference.native.engine",
+    "rill.envs.single_turn",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+"""Imported once, by the process that workers are forked from: seconds for every worker after the first, and for every
+one that is lost. `transformers` alone imports next to nothing, and an optimizer imports the compiler."""
 
 
 def recipe_schema(values: Mapping[str, Any], source: str = "recipe") -> type[Config]:

@@ -1,7 +1,7 @@
 """The actor: one rank of the trainer that owns the policy, and the publisher of its weights.
 
-Calls, in order: `warm_up` until the supervised steps are done, `publish` before the first step, then `train` once a
-step and `publish` to bring what it made to the engines (rill.weights.publishing), and `save` now and then.
+Calls, in order: `warm_up` until the supervised steps are done, `publish` before the first step, then once a step
+`train` and `publish`, which brings the weights to the engines (rill.weights.publishing), and `save` now and then.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from rill.algorithms import Algorithm, AlgorithmConfig, Need
 from rill.config import PartConfig
 from rill.runtime.channel import Channel
-from rill.runtime.context import current
 from rill.telemetry.rollout_log import TrainedLog
+from rill.training.packing import PackSequence
 from rill.training.policy import PolicyTrainer
 from rill.training.score import ScoreModel
 from rill.training.warm_start import WarmStart
-from rill.types import NOT_SAMPLED, PolicyVersion, Sample, TokenIds, Trajectory
-from rill.weights import Canary, CanaryProof, Tolerance, open_publisher
+from rill.types import PolicyVersion, Sample
+from rill.weights import Canary, CanaryProof, Tolerance
 from rill.workflows.config import SyncConfig, WarmStartConfig
 from rill.workflows.edges import Edge
 from rill.workflows.learners import Advantages, PolicyLearner
@@ -56,8 +56,7 @@ class ActorWorker(PolicyLearner):
                 self.teachers.append((ScoreModel(scoring, device=self.device), teacher.weight))
             self.trainer.set_teachers(self.teachers)
         self.judges = not (has_critic or self.algorithm.is_group_scoped)
-        self.sync = sync
-        self.publisher = open_publisher(sync.transport, host=current().site.host) if self.rank == 0 else None
+        self._open_publisher(sync)
         self._warm_start: WarmStart | None = None
         self._log = None if run_dir is None else TrainedLog(Path(run_dir), f"actor-{self.rank}")
         if self._log is not None:
@@ -81,7 +80,7 @@ class ActorWorker(PolicyLearner):
     # --- training -----------------------------------------------------------------------------------------
 
     def warm_up(
-        self, data: PartConfig, config: WarmStartConfig, num_steps: int, seed: int
+        self, num_steps: int, data: PartConfig, config: WarmStartConfig, seed: int
     ) -> dict[str, float]:
         """The next `num_steps` supervised steps; the metrics of the last."""
         with self.device_lock():
@@ -100,8 +99,9 @@ class ActorWorker(PolicyLearner):
         through. `publish` follows."""
         advantages = Advantages(self.algorithm, self.trainer) if self.judges else None
         num_samples = num_misplaced = 0
+        world, cost = self.trainer.world, self.trainer.cost_model
         with ExitStack() as turn:
-            for part in self._parts(source, turn, whole_groups=self.judges):
+            for part in source.parts(self, world, whole_groups=self.judges, cost=cost, turn=turn):
                 if part.is_first:
                     self.trainer.begin(version)
                 num_samples += len(part.chunk.lengths_S)
@@ -139,25 +139,10 @@ class ActorWorker(PolicyLearner):
         given = self.sync.canary_tolerance
         tolerance = Tolerance(mean=given, largest=10 * given) if given else None
         tokens = Canary.random(self.trainer.engine.module.vocab_size).sequences
-        expected = self.trainer.logprobs([_as_sample(each) for each in tokens], temperature=1.0)
+        every_token = [PackSequence(token_ids=each, wanted=np.arange(len(each)) > 0) for each in tokens]
+        expected = self.trainer.logprobs_of(every_token)
         return CanaryProof(canary=Canary(tokens, dtype=dtype, tolerance=tolerance), expected=expected)
 
     def export(self, folder: str) -> None:
         with self.device_lock():
             self.trainer.export(folder)
-
-
-def _as_sample(token_ids: TokenIds) -> Sample:
-    """Tokens dressed as a sample, so that a trainer can score them."""
-    length = len(token_ids)
-    trajectory = Trajectory(
-        id="canary",
-        group_id="canary",
-        prompt_id="canary",
-        token_ids=token_ids,
-        logprobs=np.zeros(length, np.float32),
-        versions=np.full(length, NOT_SAMPLED, np.int32),
-        loss_mask=np.ones(length, np.bool_),
-        turn_ids=np.zeros(length, np.int32),
-    )
-    return Sample(trajectory=trajectory, advantages=np.zeros(length, np.float32))

@@ -98,8 +98,6 @@ class LoopConfig(Config):
     order: Literal["completion", "admission"] = "completion"
     """Which finished groups make the next batch: the first to finish, or strictly those admitted first. With
     max_lag 0 both are the same batch."""
-    max_concurrent_prompts: int = Field(0, ge=0)
-    """Prompts in flight over all engines. 0: as many as max_lag admits."""
     overprovision: float = Field(0.0, ge=0, le=1)
     """Groups begun beyond a batch, as a share of it, where max_lag is 0. Once the batch is full the slowest are
     stopped; they keep their tokens and go on, under newer weights, with the next batch. 0: off."""
@@ -240,8 +238,8 @@ class ClusterConfig(Config):
     type: Literal["local", "ray"] = "local"
     address: str = "local"
     """Ray only: "local" starts one, "auto" finds one, otherwise its address."""
-    devices: int = Field(0, ge=0)
-    """Device slots to use, on each node. 0: all that are found."""
+    devices: Annotated[int, Field(ge=0)] | str = 0
+    """Device slots to use, on each node: a number, or so many of each kind ("cuda:2,arm:1"). 0: all that are found."""
     colocate: bool = False
     """Groups that share devices fit on them together and keep their memory there: nothing is moved out and in
     between turns. Leave room for the others in rollout.engine.kv_memory_fraction."""

@@ -18,48 +18,30 @@ that engines let go of their devices. Otherwise it lasts for the run, or until a
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from rill.config import PartConfig
 from rill.data.base import Split, open_dataset, open_indexed
-from rill.data.curriculum import Curriculum, CurriculumConfig
-from rill.data.curriculum_source import CurriculumSource
-from rill.data.loader import LoaderConfig, PromptSource, open_loader
-from rill.errors import CheckpointError, GuardError
+from rill.data.curriculum import Curriculum
+from rill.data.loader import PromptSource, open_loader
+from rill.errors import CheckpointError
 from rill.journal.reader import BATCH, CONTROLLER, LogReader
-from rill.journal.token_log import JournalConfig, TokenLog
+from rill.journal.token_log import TokenLog
 from rill.runtime.context import current
 from rill.runtime.process.report import stuck
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import write_atomically
 from rill.types import PolicyVersion
-from rill.workflows.config import EvalSetConfig, LoopConfig
+from rill.workflows.config import OnlineConfig
 from rill.workflows.edges import Edge
-from rill.workflows.evaluation import read_prompts, summarise_rewards, summarise_tasks
-from rill.workflows.records import TRAIN, Chunk, Flows, Outcome, Task
+from rill.workflows.evaluation import Evaluation
+from rill.workflows.records import TRAIN, Chunk, Flows, Outcome
 from rill.workflows.staleness import Staleness, State
 
 STATE_FILE, GROUPS_FILE = "state.json", "groups.pickle"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptPlan:
-    """Where prompts come from; opened in the controller's process."""
-
-    data: PartConfig
-    loader: LoaderConfig
-    curriculum: CurriculumConfig | None = None
-
-    def open(self) -> PromptSource:
-        if self.curriculum is None:
-            return open_loader(open_dataset(self.data, Split.TRAIN), self.loader)
-        return CurriculumSource(Curriculum(open_indexed(self.data, Split.TRAIN), self.curriculum))
 
 
 class Batch(NamedTuple):
@@ -73,21 +55,13 @@ class Batch(NamedTuple):
 
 
 class Controller(Worker):
-    def __init__(
-        self,
-        *,
-        prompts: PromptPlan,
-        config: LoopConfig,
-        group_size: int,
-        evals: Mapping[str, EvalSetConfig],
-        run_dir: str,
-        journal: JournalConfig,
-    ) -> None:
-        self.config = config
+    def __init__(self, *, config: OnlineConfig, run_dir: str) -> None:
+        self.config = config.loop
         self.run_dir = Path(run_dir)
+        journal = config.journal
         self.journal = TokenLog(self.run_dir, "controller", journal) if journal.enabled else None
-        self.evals = {name: (chosen, read_prompts(chosen)) for name, chosen in evals.items()}
-        self.groups = Staleness(config, prompts.open(), group_size=group_size)
+        self.evaluation = Evaluation(config.eval.all_sets(config.data))
+        self.groups = Staleness(config.loop, open_prompts(config), group_size=config.rollout.group_size)
         self._changed = threading.Condition()
         self._is_open = False
         self._epoch = 0
@@ -95,7 +69,6 @@ class Controller(Worker):
         self._edges: dict[str, tuple[Edge, int]] = {}
         """With the groups of the batch that each was told of."""
         self._batch: list[Outcome] = []
-        self._evaluated: dict[str, dict[int, Outcome]] = {}
 
     def close(self) -> None:
         if self.journal is not None:
@@ -138,7 +111,7 @@ class Controller(Worker):
         if self.config.max_lag == 0:
             self._end_epoch()
         metrics = {**summarise(batch, PolicyVersion(step + 1)), **since}
-        if isinstance(self.groups.source, CurriculumSource):
+        if isinstance(self.groups.source, Curriculum):
             metrics |= self.groups.source.metrics()
         lengths = [length for outcome in batch for length in outcome.lengths]
         return Batch(num_samples=len(lengths), num_tokens=sum(lengths), epoch=epoch, metrics=metrics)
@@ -176,13 +149,8 @@ class Controller(Worker):
 
     def evaluate(self) -> dict[str, float]:
         """Every evaluation set once, through the same channels as training. Where no epoch is open, this is one."""
-        tasks = [
-            Task(index=n, prompt=prompt, num_samples=chosen.samples, purpose=name, epoch=self._epoch)
-            for name, (chosen, prompts) in self.evals.items()
-            for n, prompt in enumerate(prompts)
-        ]
         with self._changed:
-            self._evaluated = {name: {} for name in self.evals}
+            tasks = self.evaluation.begin(self._epoch)
         if not tasks:
             return {}
         self._flows.tasks.put_many(tasks)
@@ -190,18 +158,12 @@ class Controller(Worker):
             self._end_epoch()
         with self._changed:
             self._wait_until(
-                lambda: self._num_evaluated == len(tasks),
-                lambda: f"an evaluation: {self._num_evaluated} of {len(tasks)} prompts are done",
+                lambda: self.evaluation.num_done == len(tasks),
+                lambda: f"an evaluation: {self.evaluation.num_done} of {len(tasks)} prompts are done",
             )
-            found = self._evaluated
-        if self.groups.version == 0:
-            check_some_succeeded([outcome for outcomes in found.values() for outcome in outcomes.values()])
-        metrics: dict[str, float] = {}
-        for name, outcomes in found.items():
-            rewards = {n: outcomes[n].rewards for n in sorted(outcomes)}
-            metrics |= summarise_rewards(list(rewards.values()), name)
-            metrics |= summarise_tasks(rewards, [prompt.task for prompt in self.evals[name][1]], name)
-        return metrics
+            if self.groups.version == 0:
+                self.evaluation.check_some_succeeded()
+            return self.evaluation.metrics()
 
     # --- files --------------------------------------------------------------------------------------------
 
@@ -235,23 +197,13 @@ class Controller(Worker):
         try:
             for outcome in self._flows.outcomes:  # for as long as the process lives
                 with self._changed:
-                    self._collect(outcome)
+                    (self.groups if outcome.purpose == TRAIN else self.evaluation).collect(outcome)
                     self._advance()
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001  boundary: handed to whoever waits for a batch
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
-
-    def _collect(self, outcome: Outcome) -> None:
-        if outcome.purpose == TRAIN:
-            self.groups.collect(outcome)
-        else:
-            self._evaluated.setdefault(outcome.purpose, {})[outcome.index] = outcome
-
-    @property
-    def _num_evaluated(self) -> int:
-        return sum(len(outcomes) for outcomes in self._evaluated.values())
 
     def _advance(self) -> None:
         """Under the lock: what is kept may join the batch, and what left may make room for more."""
@@ -293,6 +245,12 @@ class Controller(Worker):
             raise self._failure
 
 
+def open_prompts(config: OnlineConfig) -> PromptSource:
+    if config.curriculum is None:
+        return open_loader(open_dataset(config.data, Split.TRAIN), config.loader)
+    return Curriculum(open_indexed(config.data, Split.TRAIN), config.curriculum)
+
+
 def chosen_before(batches: Mapping[int, list[int]], step: int, size: int) -> dict[int, list[int]]:
     """The batches from `step` on without a gap, as far as they have the size that batches have now."""
     found: dict[int, list[int]] = {}
@@ -300,14 +258,6 @@ def chosen_before(batches: Mapping[int, list[int]], step: int, size: int) -> dic
         found[step] = batches[step]
         step += 1
     return found
-
-
-def check_some_succeeded(outcomes: Sequence[Outcome]) -> None:
-    """A reward or environment that fails every time would fail for as long as the run lasts."""
-    if outcomes and all(math.isnan(reward) for outcome in outcomes for reward in outcome.rewards):
-        raise GuardError(
-            f"every episode of the first evaluation failed: {outcomes[-1].error}; mend the reward or the environment"
-        )
 
 
 def summarise(batch: Sequence[Outcome], version: PolicyVersion) -> dict[str, float]:

@@ -13,6 +13,7 @@ first of them takes, tells the others, and `Part.samples` hands the samples on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,11 +52,19 @@ class Edge:
             channel.put(chunk)
 
     def parts(
-        self, worker: Worker, world: World, *, whole_groups: bool = False, cost: CostModel = BY_TOKENS
+        self,
+        worker: Worker,
+        world: World,
+        *,
+        whole_groups: bool = False,
+        cost: CostModel = BY_TOKENS,
+        turn: ExitStack | None = None,
     ) -> Iterator[Part]:
         """This rank's part of every chunk of one batch, in order. Used up, it has dealt with the batch.
 
         world: of the model that works on them; one of a single rank is a model that every rank of the group has whole.
+        turn: one on the devices, for a trainer: it begins with the first part, once it is in hand, and lasts for the
+        step, since gradients stay where they are.
         """
         per_share = len(self.announced) // self.num_shares
         share = worker.rank // per_share
@@ -72,6 +81,8 @@ class Edge:
             if chunk.is_last and self.is_whole:
                 world.barrier()  # else one waits in a collective for others, holding devices that their shares need
             if chunk.is_last or not self.is_whole:
+                if turn is not None and waiting[0].is_first:
+                    turn.enter_context(worker.device_lock())
                 yield from self._traced(worker, waiting)
                 waiting = []
             if chunk.is_last:

@@ -17,10 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from rill.data.base import Split, open_indexed
-from rill.data.initial_states import start_of
 from rill.telemetry.run import Run
-from rill.workflows.fleet import Engines
 from rill.workflows.flow import Flow
 from rill.workflows.launch import Launcher
 from rill.workflows.loop import Observer
@@ -29,6 +26,7 @@ from rill.workflows.robots.config import RobotConfig
 from rill.workflows.robots.env import RobotEnvWorker
 from rill.workflows.robots.outcome import SuccessWatch
 from rill.workflows.robots.policy import RobotPolicyWorker, policy_of
+from rill.workflows.session import Engines
 from rill.workflows.workflow import Workflow
 
 
@@ -49,22 +47,8 @@ class Embodied(Workflow):
         acting = launch(RobotPolicyWorker, "rollout", source=policy, sync=launch.sync)  # what decides
         self.rollout = Engines(acting, env)
         self.actor = launch.trainer(RobotActor, self.rollout, config=config, source=policy)  # what learns
-        self.actor.ready(config.loop.step_timeout_s)
-        if config.imitation.steps and not launch.is_resumed:
-            self.imitate(launch)
-
-    def imitate(self, launch: Launcher) -> None:
-        """Behaviour cloning before the first step: the policy learns to do as an expert, played here or recorded."""
-        config, imitation = self.config, self.config.imitation
-        timeout_s = config.loop.step_timeout_s
-        states = open_indexed(config.data, Split.TRAIN)
-        # From the end: RL begins with the first ones, in the loader's order.
-        starts = [start_of(states[len(states) - 1 - n]) for n in range(min(imitation.demos, len(states)))]
-        seen = self.actor.watch(starts).wait(timeout_s=timeout_s)[0]
-        launch.warm_up(
-            imitation.steps, lambda count: {**seen, **self.actor.imitate(count).wait(timeout_s=timeout_s)[0]}
-        )
-        self.actor.end_imitation().wait(timeout_s=timeout_s)
+        # To do as an expert does, played or recorded, before it learns from what it does itself.
+        launch.warm_up(self.actor, config.imitation.steps)
 
     def step(self, flow: Flow) -> None:
         episodes = flow.sample(self.rollout)  # initial states, as far ahead as the lag allows; env ⇄ policy

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from rill.errors import RequestError
 from rill.inference.base import Completion, Request
-from rill.inference.policy import PolicyClient
 from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.runtime.worker import Worker
@@ -46,7 +45,6 @@ class Refused(NamedTuple):
 
 class EnvWorker(Worker):
     def __init__(self, *, settings: EpisodeSettings) -> None:
-        self.seed = settings.seed
         name = f"{self.group_name}-{self.rank}"
         self.journal = settings.open_journal(name)
         self.episodes = Episodes(settings, name, self.journal)
@@ -66,12 +64,11 @@ class EnvWorker(Worker):
         """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         if self._answers is None or self._answers.name != answers[self.rank].name:  # other ones after a move
             self._answers = Answers(answers[self.rank], _under_own_name)
-        policies = {}
-        for is_training in (True, False):
-            engines = RemoteEngines(requests, self._answers, self.rank, is_training=is_training)
-            seed, decode = self.seed + (not is_training), self.episodes.tokenizer.decode
-            policies[is_training] = PolicyClient(engines, seed=seed, decode=decode)
-        return asyncio.run(self.episodes.run(flows, policies))
+        training, evaluation = (
+            RemoteEngines(requests, self._answers, self.rank, is_training=is_training)
+            for is_training in (True, False)
+        )
+        return asyncio.run(self.episodes.run(flows, training, evaluation))
 
 
 class RemoteEngines:

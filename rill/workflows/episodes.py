@@ -5,7 +5,7 @@
                 └──────── the lease ends together with what came of it ─────────────────────────────┘
 
 Called by the rollout worker (environments beside the engine) and by the environment worker (engines elsewhere); both
-give it a PolicyClient. An episode that fails is data: it is counted, and left out of baselines, filters and training.
+say whom to ask. An episode that fails is data: it is counted, and left out of baselines, filters and training.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rill.algorithms import Algorithm, AlgorithmConfig, Need, Verdict
+from rill.algorithms import Algorithm, Need, Verdict
 from rill.envs.base import Environment, open_environment
 from rill.envs.episode import run_episode
-from rill.envs.events import MISSING
+from rill.envs.events import MemoryLog
 from rill.inference.base import Completion
 from rill.inference.collector import CollectorHold
-from rill.inference.policy import PolicyClient
+from rill.inference.policy import Asked, PolicyClient
 from rill.journal.checkpoints import needed_now
 from rill.journal.reader import LogReader
-from rill.journal.token_log import JournalConfig, TokenLog
-from rill.models.loading import ModelConfig, load_tokenizer
+from rill.journal.token_log import TokenLog
+from rill.models.loading import load_tokenizer
 from rill.models.pictures import load_pictures
 from rill.runtime.channel import Lease
 from rill.runtime.process.waits import watch_loop
 from rill.telemetry.groups import episode_metrics, group_metrics, oldest_version
 from rill.telemetry.rollout_log import RolloutLog
 from rill.types import Episode, Group, Sample, SamplingParams, Trajectory
-from rill.workflows.config import EvalSetConfig, RolloutConfig
 from rill.workflows.records import TRAIN, Flows, Outcome, Progress, Task
+from rill.workflows.rl_config import RLConfig
 
 
 class FinishedGroup(NamedTuple):
@@ -55,18 +55,14 @@ FinishGroup = Callable[[Algorithm, Group, Trajectory | None], FinishedGroup]
 class EpisodeSettings(NamedTuple):
     """What a worker needs to run episodes; travels with its launch."""
 
-    rollout: RolloutConfig
-    algorithm: AlgorithmConfig
-    model: ModelConfig
-    evals: Mapping[str, EvalSetConfig]
+    config: RLConfig
     finish_group: FinishGroup
-    seed: int
     run_dir: str
-    journal: JournalConfig = JournalConfig()
 
     def open_journal(self, process: str) -> TokenLog | None:
         """The token log of a process; None where the recipe wants none."""
-        return TokenLog(Path(self.run_dir), process, self.journal) if self.journal.enabled else None
+        journal = self.config.journal
+        return TokenLog(Path(self.run_dir), process, journal) if journal.enabled else None
 
 
 class Episodes:
@@ -74,18 +70,19 @@ class Episodes:
 
     def __init__(self, settings: EpisodeSettings, process: str, journal: TokenLog | None) -> None:
         """`journal`: the process's."""
-        self._config = settings.rollout
-        self._evals = settings.evals
+        config = settings.config
+        self._config = config.rollout
+        self._seed = config.seed
+        self._evals = config.eval.all_sets(config.data)
         self._finish = settings.finish_group
-        self._algorithm = Algorithm(settings.algorithm)
-        self._seed = settings.seed
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(settings.model)
-        self._pictures = load_pictures(settings.model)
+        self._algorithm = Algorithm(config.algorithm)
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model)
+        self._pictures = load_pictures(config.model)
         self._environments: dict[str, Environment] = {
-            TRAIN: open_environment(settings.rollout.env, self.tokenizer, self._pictures)
+            TRAIN: open_environment(config.rollout.env, self.tokenizer, self._pictures)
         }
         run_dir = Path(settings.run_dir)
-        self._log = RolloutLog(run_dir, process, self.tokenizer, settings.rollout.log_groups)
+        self._log = RolloutLog(run_dir, process, self.tokenizer, config.rollout.log_groups)
         self._journal = journal
         self._before = LogReader(run_dir, partial(needed_now, run_dir))
         self._collector = CollectorHold()
@@ -97,12 +94,15 @@ class Episodes:
             environment.close()
         self._log.close()
 
-    async def run(self, flows: Flows, policies: Mapping[bool, PolicyClient]) -> int:
-        """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups.
-
-        policies: for training (True) and, seeded apart, for evaluation.
-        """
+    async def run(self, flows: Flows, training: Asked, evaluation: Asked) -> int:
+        """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups. Evaluations
+        are seeded apart."""
         watch_loop(asyncio.get_running_loop())
+        asked = ((True, training, self._seed), (False, evaluation, self._seed + 1))
+        policies = {
+            is_training: PolicyClient(engines, seed=seed, decode=self.tokenizer.decode)
+            for is_training, engines, seed in asked
+        }
         room = asyncio.Semaphore(self._config.max_concurrent)
         num_groups = 0
         async with asyncio.TaskGroup() as groups:
@@ -214,19 +214,15 @@ class Episodes:
         return Outcome(index=task.index, purpose=task.purpose, **known)
 
 
-class EpisodeEvents:
-    """rill.envs.events.EventLog of one episode: what is put down is on disk before anybody acts on it."""
+class EpisodeEvents(MemoryLog):
+    """Of one episode, those of earlier attempts too. What is put down is on disk before anybody acts on it."""
 
     def __init__(self, episode_id: str, events: dict[str, Any], journal: TokenLog | None) -> None:
-        self.events = events
-        """Those of earlier attempts too."""
+        super().__init__(events)
         self._episode_id = episode_id
         self._journal = journal
-
-    def lookup(self, key: str) -> Any:
-        return self.events.get(key, MISSING)
 
     def record(self, key: str, value: Any) -> None:
         if self._journal is not None:
             self._journal.event(self._episode_id, key, value)
-        self.events[key] = value
+        super().record(key, value)

@@ -24,22 +24,21 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from rill.errors import PeerDiedError, RillError, RunError, UserError, WorkerError, boundary
+from rill.errors import PeerDiedError, RillError, RunError, UserError, boundary
 from rill.planning.elastic import Scaler
 from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
-from rill.runtime.handle import Handle, Outcome
+from rill.runtime.handle import Handle
 from rill.telemetry import trace
-from rill.telemetry.requests import answer_all
+from rill.telemetry.requests import answer_all, open_requests
 from rill.types import PolicyVersion
 from rill.weights import SealedManifest
-from rill.weights.publishing import PublishingWorker, Synced
-from rill.workflows.config import LoopConfig, SyncConfig
-from rill.workflows.records import Channels, Flows, Sealed
-from rill.workflows.rollout import EVERY_EPOCH, LEFT_CODE, RolloutWorker
+from rill.weights.publishing import Synced
+from rill.workflows.records import Sealed
+from rill.workflows.rollout import EVERY_EPOCH, LEFT_CODE
+from rill.workflows.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -50,71 +49,46 @@ NOTICE_S = 30.0
 """What an engine that leaves has to put down what it sampled."""
 
 
-class Engines(NamedTuple):
-    """The rollout group, with the environments in it or in a group beside it: a language model's engines, or a robot's
-    policy and its simulators."""
-
-    group: WorkerGroup[Any]
-    env: WorkerGroup[Any] | None = None
-
-
-class Door(NamedTuple):
-    """Where engines come in and go out: by what people ask of the run (rill.telemetry.requests), or by [elastic]."""
-
-    run_dir: Path
-    berth: Callable[[str], str]
-    """Where engines may join, for the devices that were asked for."""
-    changed: Callable[[], None]
-    """They have joined or left."""
-    scaler: Scaler
-    num_prompts: Callable[[], int]
-    """That wait or are being answered."""
-
-
-class RankCall(NamedTuple):
-    """One rank's part in a call."""
-
-    handle: Handle
-    place: int
-
-
 class Crew:
-    """One group and its calls that last for an epoch of a channel, one to a rank. Each call meets one end of an epoch;
-    a rank that dies meets it when it is called again."""
+    """One group and the call of its method that lasts for an epoch of a channel, on every rank. Each call meets one end
+    of an epoch; a rank that dies meets it when it is called again."""
 
-    def __init__(
-        self, group: WorkerGroup[Any], call: Callable[[Sequence[int]], Handle], max_relaunches: int
-    ) -> None:
+    def __init__(self, group: WorkerGroup[Any], max_relaunches: int, method: str, *arguments: Any) -> None:
         self.group = group
         self.num_relaunches: Counter[int] = Counter()
         """By rank."""
-        self._call = call
         self._max_relaunches = max_relaunches
-        self._calls: dict[int, RankCall] = {}
-        """Of the ranks that work on the epoch."""
+        self._method = method
+        self._arguments = [Sealed(argument) for argument in arguments]
+        self._calls: dict[int, Handle] = {}
+        """By rank, of those that work on the epoch."""
 
     def name(self, rank: int) -> str:
         return f"{self.group.name}[{rank}]"
 
-    def begin(self, ranks: Sequence[int]) -> None:
-        """Let these ranks take what lies in the channel until its epoch ends."""
-        handle = self._call(ranks)
-        for index, rank in enumerate(ranks):
-            self._calls[rank] = RankCall(handle, index)
+    def begin(self, *ranks: int) -> None:
+        """Let these ranks, or all, take what lies in the channel until its epoch ends."""
+        chosen = self.group.on(*ranks) if ranks else self.group
+        handle = chosen.call(self._method, *self._arguments)
+        self._calls |= {target.rank: handle for target in handle.targets}
 
-    def tend(self, bring_back: Callable[[int, str], None]) -> None:
-        """Bring back ranks that are gone. Raises what ended a rank in any other way."""
-        for rank, outcome in self._ended():
-            if isinstance(outcome.error, PeerDiedError):
-                bring_back(rank, str(outcome.error))
-            elif outcome.error is not None:
-                raise outcome.error
-            else:
-                del self._calls[rank]
+    def lost(self) -> Iterator[tuple[int, str]]:
+        """Ranks that are gone, with the reason; who has ended the epoch is not waited for any more. Raises what ended a
+        rank in any other way."""
+        for call in list(dict.fromkeys(self._calls.values())):
+            for target, outcome in zip(call.targets, call.so_far(), strict=True):
+                if outcome is None or self._calls.get(target.rank) is not call:
+                    continue
+                if outcome.error is None:
+                    del self._calls[target.rank]
+                elif isinstance(outcome.error, PeerDiedError):
+                    yield target.rank, str(outcome.error)
+                else:
+                    raise outcome.error
 
     def unfinished(self) -> Handle | None:
         """A call that still works on the epoch."""
-        return next((call.handle for call in self._calls.values()), None)
+        return next(iter(self._calls.values()), None)
 
     def relaunch(self, rank: int, reason: str, timeout_s: float, catch_up: Callable[[], None]) -> None:
         """In a new process, and in another where that is lost before it came to where the others are (`catch_up`).
@@ -147,7 +121,7 @@ class Crew:
 
     def recall(self, rank: int) -> None:
         if rank in self._calls:
-            self.begin([rank])
+            self.begin(rank)
         log.warning("%s is back in service", self.name(rank))
 
     def see_off(self, rank: int) -> None:
@@ -155,32 +129,18 @@ class Crew:
         self._calls.pop(rank, None)
         self.group.remove(rank, notice_s=NOTICE_S)
 
-    def _ended(self) -> Iterator[tuple[int, Outcome]]:
-        """Ranks whose call is over, with what became of it."""
-        answers = {id(call.handle): call.handle.so_far() for call in self._calls.values()}
-        for rank, call in list(self._calls.items()):
-            if (outcome := answers[id(call.handle)][call.place]) is not None:
-                yield rank, outcome
-
 
 class Fleet:
     """The crews of a run, and the way of new weights to its engines."""
 
-    def __init__(
-        self,
-        engines: Engines,
-        flows: Flows,
-        channels: Channels,
-        actor: WorkerGroup[PublishingWorker],
-        sync: SyncConfig,
-        loop: LoopConfig,
-        door: Door | None = None,
-    ) -> None:
-        self._rollout: WorkerGroup[RolloutWorker] = engines.group
-        self._actor = actor
-        self._config = sync
-        self._loop = loop
-        self._door = door
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        engines, env = session.engines
+        self._rollout = engines
+        self._actor = session.actor
+        self._sync_s = session.config.sync.timeout_s
+        self._loop = session.config.loop
+        self._scaler = Scaler(session.config.elastic)
         self.is_open = False
         """Between `open_epoch` and `end_epoch`."""
         self._has_trainer = True
@@ -188,41 +148,35 @@ class Fleet:
         self._manifest: SealedManifest | None = None
         """Of the newest weights, once somebody asked for it."""
         self._requests: Channel | None = None
-        if engines.env is None:
-            self._engines = self._crew(self._rollout, "generate", flows)
+        limit, flows, channels = self._loop.max_relaunches, session.flows, session.channels
+        if env is None:
+            self._engines = Crew(engines, limit, "generate", flows)
             self._crews = [self._engines]
         else:
             requests = self._requests = channels.bounded("requests")
-            answers = tuple(channels.endless(f"answers[{rank}]") for rank in range(engines.env.size))
-            self._engines = self._crew(self._rollout, "serve", requests, answers)
-            self._crews = [self._crew(engines.env, "run", flows, requests, answers), self._engines]
-        answer(actor.on(0).meet(self._rollout, sync.timeout_s, loop.interrupt), sync.timeout_s)
-
-    def _crew(self, group: WorkerGroup[Any], method: str, *arguments: Any) -> Crew:
-        sealed = [Sealed(argument) for argument in arguments]
-
-        def call(ranks: Sequence[int]) -> Handle:
-            chosen = group if tuple(ranks) == group.ranks else group.on(*ranks)
-            return chosen.call(method, *sealed)
-
-        return Crew(group, call, self._loop.max_relaunches)
+            answers = tuple(channels.endless(f"answers[{rank}]") for rank in range(env.size))
+            self._engines = Crew(engines, limit, "serve", requests, answers)
+            self._crews = [Crew(env, limit, "run", flows, requests, answers), self._engines]
+        open_requests(session.run.path)
+        session.ask(self._actor.on(0).meet(engines, self._sync_s, self._loop.interrupt), self._sync_s)
 
     def open_epoch(self) -> None:
         self.is_open = True
         for crew in self._crews:
-            crew.begin(crew.group.ranks)
+            crew.begin()
 
     def tend(self) -> None:
-        if self.is_open and self._door is not None:
-            self._door.scaler.look(self._door.num_prompts)
+        if self.is_open:
+            self._scaler.look(self._num_prompts)
             if self._loop.max_lag > 0:
                 self.attend()
         for crew in self._crews:
-            crew.tend(lambda rank, reason, crew=crew: self._bring_back(crew, rank, reason))  # type: ignore[misc]
+            for rank, reason in crew.lost():
+                self._bring_back(crew, rank, reason)
 
     def stop(self, epoch: int) -> None:
         """Stop what engines sample for tasks of this epoch; it goes back to the controller with the tokens it has."""
-        for outcome in self._rollout.stop(epoch).outcomes(timeout_s=self._config.timeout_s):
+        for outcome in self._rollout.stop(epoch).outcomes(timeout_s=self._sync_s):
             if outcome.error is not None and not isinstance(outcome.error, PeerDiedError):
                 raise outcome.error
 
@@ -255,24 +209,29 @@ class Fleet:
         """Let in and see off engines, as people have asked or [elastic] says; `step`: the newest that is done, where it
         is known. Between two epochs, or in one that only the driver ends: an engine takes part in the epochs that end
         after it was there."""
-        if (door := self._door) is not None:
-            answer_all(
-                door.run_dir, lambda r: self.join(r.devices) if r.leaving is None else self.leave(r.leaving)
-            )
-            door.scaler.scale(step, lambda: self._rollout.ranks, self.join, self.leave)
+        answer_all(
+            self.session.run.path,
+            lambda asked: self.join(asked.devices) if asked.leaving is None else self.leave(asked.leaving),
+        )
+        self._scaler.scale(step, lambda: self._rollout.ranks, self.join, self.leave)
+
+    def _num_prompts(self) -> int:
+        """That wait or are being answered."""
+        stats = self.session.flows.tasks.stats()
+        return int(stats["depth"] + stats["leased"])
 
     def join(self, devices: str) -> str:
         """More engines, with the weights that the others hold; in the middle of an epoch they take part in it."""
-        assert self._door is not None, "who joins comes through the door"
-        ranks = self._rollout.add(placement=self._door.berth(devices), timeout_s=self._loop.step_timeout_s)
+        place = self.session.berth(devices)
+        ranks = self._rollout.add(placement=place, timeout_s=self._loop.step_timeout_s)
         try:
             self.catch_up(ranks)
         except RillError:
             self._rollout.remove(*ranks)
             raise
         if self.is_open:
-            self._engines.begin(ranks)
-        self._door.changed()
+            self._engines.begin(*ranks)
+        self.session.reseated()
         names = ", ".join(map(self._engines.name, ranks))
         log.warning("%s joined", names)
         return f"{names} joined: {self._rollout.size} engines"
@@ -287,24 +246,14 @@ class Fleet:
 
     def _see_off(self, rank: int, reason: str) -> None:
         self._engines.see_off(rank)
-        if self._door is not None:
-            self._door.changed()
+        self.session.reseated()
         log.warning("%s left: %s; others go on with what it held", self._engines.name(rank), reason)
 
     # --- weights ------------------------------------------------------------------------------------------
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
-        """Bring every engine to the actor's weights as they are."""
-        return self.take_in(answer(self._actor.publish(version), self._loop.step_timeout_s))
-
-    def catch_up(self, ranks: Sequence[int]) -> None:
-        """Bring these engines to what the actor published last."""
-        for rank in ranks:
-            answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
-
-    def take_in(self, synced: Synced | None) -> dict[str, float]:
-        """How the actor brought new weights to the engines. One that did not come there is started again."""
-        assert synced is not None, "the trainer's first rank publishes"
+        """Bring every engine to the actor's weights as they are. One that did not come there is started again."""
+        synced: Synced = self.session.ask(self._actor.publish(version))
         self._manifest = None
         for name, reason in synced.failed.items():
             log.warning("engine %s is out of service: %s", name, reason)
@@ -314,10 +263,15 @@ class Fleet:
         relaunches = sum(crew.num_relaunches.total() for crew in self._crews)
         return {**synced.metrics, "sync/relaunches": float(relaunches)}
 
+    def catch_up(self, ranks: Sequence[int]) -> None:
+        """Bring these engines to what the actor published last."""
+        for rank in ranks:
+            self.session.ask(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._sync_s)
+
     def manifest(self) -> SealedManifest:
         """The newest weights, as a group that is no engine can pull them by itself."""
         if self._manifest is None:
-            self._manifest = answer(self._actor.on(0).manifest(), self._config.timeout_s)
+            self._manifest = self.session.ask(self._actor.on(0).manifest(), self._sync_s)
         return self._manifest
 
     def _bring_back(self, crew: Crew, rank: int, reason: str) -> None:
@@ -336,13 +290,3 @@ class Fleet:
         with trace.span("relaunch", lane="loop", worker=name):
             crew.relaunch(rank, first_line, self._loop.step_timeout_s, catch_up)
         crew.recall(rank)
-
-
-def answer(call: Handle, timeout_s: float) -> Any:
-    """What the first rank gives. An error of rill's own that it raised is raised here as it is."""
-    try:
-        return call.wait(timeout_s=timeout_s)[0]
-    except WorkerError as error:
-        if isinstance(error.__cause__, RillError):
-            raise error.__cause__ from None
-        raise

@@ -14,7 +14,7 @@ call a line. Nothing here knows what the groups compute.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -22,21 +22,15 @@ from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.types import PolicyVersion
-from rill.weights.publishing import Synced
-from rill.workflows.config import FlowConfig, LoopConfig
-from rill.workflows.controller import Batch, Controller
+from rill.workflows.config import FlowConfig
+from rill.workflows.controller import Batch
 from rill.workflows.edges import Edge
-from rill.workflows.fleet import Engines, Fleet, answer
-from rill.workflows.records import Channels, Flows, Sealed
+from rill.workflows.fleet import Fleet
+from rill.workflows.records import Sealed
+from rill.workflows.session import Engines
 
-
-class TrainedStep(NamedTuple):
-    """A step that is applied."""
-
-    metrics: Mapping[str, float]
-    synced: Synced
-    """How the new weights reached the engines."""
-    sync_s: float
+TEND_S = 1.0
+"""How often engines are looked after while the driver waits for them."""
 
 
 class Stream(NamedTuple):
@@ -47,37 +41,30 @@ class Stream(NamedTuple):
     """Groups that they have passed."""
 
 
+class Line(NamedTuple):
+    """A line of the step that was written before: who it calls with what, and the edge that was made for it."""
+
+    group: WorkerGroup[Any]
+    batch: Stream
+    edge: Sealed
+    target: Channel
+
+
 class Flow:
     """One run's. `begin` and `end` are the loop's, the rest is for a workflow's `step`."""
 
-    def __init__(
-        self,
-        config: FlowConfig,
-        loop: LoopConfig,
-        controller: WorkerGroup[Controller],
-        fleet: Fleet,
-        take_turns: Callable[[str, str], bool],
-        flows: Flows,
-        channels: Channels,
-    ) -> None:
-        """`take_turns`: whether two groups share devices and cannot be in memory together."""
+    def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
+        self.session = fleet.session
         self.version = PolicyVersion(0)
         """That the step starts from: 1 is the trainer's first; 0 is what engines load by themselves."""
-        self.config = config
-        self._loop = loop
-        self._controller = controller
-        self._take_turns = take_turns
-        self._flows = flows
-        self._channels = channels
-        self._edges: dict[str, tuple[Sealed, Channel]] = {}
+        self.config = self.session.config.flow
+        self._loop = self.session.config.loop
+        self._lines: dict[str, Line] = {}
         self._num_shares: dict[str, int] = {}
-        self._lines: dict[str, tuple[WorkerGroup[Any], Stream]] = {}
-        """What each edge was made for."""
         self._selected: Handle | None = None
-        self._trainer: WorkerGroup[Any]
-        self._update: Handle | None = None
         self._calls: list[Handle] = []
+        """Of the step."""
 
     # --- what a step says ---------------------------------------------------------------------------------
 
@@ -86,11 +73,11 @@ class Flow:
         finished groups come out."""
         if not self.fleet.is_open:
             self.fleet.open_epoch()
-        return Stream(self._flows.samples, (engines.group.name,))
+        return Stream(self.session.flows.samples, (engines.group.name,))
 
     def select(self, answers: Stream) -> Stream:
         """The batch of this step: whole groups that the filter keeps, until it is full."""
-        self._selected = self._controller.select(int(self.version) - 1)
+        self._selected = self.session.controller.select(int(self.version) - 1)
         return answers
 
     def through(
@@ -98,96 +85,96 @@ class Flow:
     ) -> Stream:
         """Let every sample pass `group`, which adds something to it. `follows`: under the weights that the step starts
         from, which the group pulls first."""
-        edge, target = self._edge(group, batch, method)
+        line = self._line(group, batch, method)
         weights = (self.fleet.manifest(),) if follows else ()
-        self._calls.append(group.call(method, edge, target, *weights))
-        return Stream(target, (*batch.upstream, group.name))
+        self._calls.append(group.call(method, line.edge, line.target, *weights))
+        return Stream(line.target, (*batch.upstream, group.name))
 
     def update(self, group: WorkerGroup[Any], batch: Stream) -> None:
         """Train on the batch, then bring the engines to version + 1: they pull, flush their caches and prove that they
         compute what the trainer computes."""
-        edge, _ = self._edge(group, batch, "train")
-        self._trainer, self._update = group, group.train(edge, self.version)
+        edge = self._line(group, batch, "train").edge
+        self._calls.append(group.train(edge, self.version))
 
     # --- the loop's ---------------------------------------------------------------------------------------
 
     def begin(self, version: PolicyVersion) -> None:
         """Before a step's lines."""
         self.version = version
-        self._calls, self._selected, self._update = [], None, None
+        self._calls, self._selected = [], None
 
     def rewire(self, config: FlowConfig) -> None:
         """Between two steps: other chunks, or the same ones to groups that are on other devices now."""
         self.config = config
         self._num_shares.clear()
-        for name, (group, batch) in self._lines.items():
-            self._edges[name] = (self._connected(name, group, batch), self._edges[name][1])
+        for name, line in self._lines.items():
+            self._lines[name] = line._replace(edge=self._connected(name, line.group, line.batch))
 
-    def batch(self, poll_s: float) -> Batch:
+    def batch(self) -> Batch:
         """Wait for the batch to be full, and for the engines to let go of their devices if this step is an epoch: one
         call of theirs lasts a step when synchronous, otherwise the whole run. Engines are looked after meanwhile."""
         assert self._selected is not None, "a step selects a batch"
         if self._loop.max_lag > 0:
             self.fleet.tend()  # the batch may be full already
-        while not self._selected.ended(poll_s):
+        while not self._selected.ended(TEND_S):
             self.fleet.tend()
             self._raise_failed()
-        batch: Batch = answer(self._selected, 2 * self._loop.step_timeout_s)
+        batch: Batch = self.session.ask(self._selected)
         if self._loop.max_lag == 0:
             if self._loop.overprovision:
                 self.fleet.stop(batch.epoch)
             self.fleet.end_epoch()
         return batch
 
-    def end(self, poll_s: float) -> TrainedStep:
+    def end(self) -> dict[str, float]:
         """Wait for the step to be applied and the engines to be brought to it; metrics of all its calls together, each
         the mean of the group's ranks. Publishing is a call of its own: an engine that is lost meanwhile is back before,
         and a broadcast never waits for the dead."""
-        assert self._update is not None, "a step updates the policy"
         metrics: dict[str, float] = {}
-        for call in (*self._calls, self._update):
-            metrics |= mean_of([row for row in self._results(call, poll_s) if row])
-        trained_s = time.monotonic()
-        publishing = self._trainer.publish(PolicyVersion(self.version + 1))
-        synced: Synced = answer(publishing, self._loop.step_timeout_s)
-        return TrainedStep(metrics, synced, time.monotonic() - trained_s)
+        full_s = time.monotonic()
+        for call in self._calls:
+            metrics |= mean_of([row for row in self._results(call) if row])
+        metrics |= self.fleet.publish(PolicyVersion(self.version + 1))
+        metrics["time/train_s"] = time.monotonic() - full_s - metrics["time/sync_s"]
+        return metrics
 
-    def _results(self, call: Handle, poll_s: float) -> list[Any]:
+    def _results(self, call: Handle) -> list[Any]:
         """Of every rank. Engines that run ahead are looked after meanwhile: one that is lost is back, with the weights
         that the others hold, before the next ones."""
         deadline_s = time.monotonic() + self._loop.step_timeout_s
-        while self.fleet.is_open and time.monotonic() < deadline_s and not call.ended(poll_s):
+        while self.fleet.is_open and time.monotonic() < deadline_s and not call.ended(TEND_S):
             self.fleet.tend()
         return call.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))
 
     def _raise_failed(self) -> None:
         """A stage that failed will never hand its samples on: nobody need wait for the batch."""
-        for call in (*self._calls, self._update):
-            for outcome in call.so_far() if call is not None else ():
+        for call in self._calls:
+            for outcome in call.so_far():
                 if outcome is not None and outcome.error is not None:
                     raise outcome.error
 
-    def _edge(self, group: WorkerGroup[Any], batch: Stream, method: str) -> tuple[Sealed, Channel]:
+    def _line(self, group: WorkerGroup[Any], batch: Stream, method: str) -> Line:
         name = f"{group.name}.{method}"
-        if name not in self._edges:
-            self._lines[name] = (group, batch)
-            self._edges[name] = (self._connected(name, group, batch), self._channels(f"{name} samples"))
-        return self._edges[name]
+        if name not in self._lines:
+            edge = self._connected(name, group, batch)
+            self._lines[name] = Line(group, batch, edge, self.session.channels(f"{name} samples"))
+        return self._lines[name]
 
     def _connected(self, name: str, group: WorkerGroup[Any], batch: Stream) -> Sealed:
         """An edge that the controller knows of."""
+        session = self.session
         if group.name not in self._num_shares:
             # Asked before its first line: later it may wait behind that one.
-            self._num_shares[group.name] = answer(group.on(0).num_shares(), self._loop.step_timeout_s)
+            self._num_shares[group.name] = session.ask(group.on(0).num_shares())
         edge = Edge(
             name=name,
             samples=batch.samples,
-            announced=tuple(self._channels(f"{name}[{rank}]") for rank in range(group.size)),
+            announced=tuple(session.channels(f"{name}[{rank}]") for rank in range(group.size)),
             num_shares=self._num_shares[group.name],
             granularity=self.config.granularity_of(group.name, self._loop.prompts_per_step),
-            is_whole=any(self._take_turns(group.name, other) for other in batch.upstream),
+            is_whole=any(session.take_turns(group.name, other) for other in batch.upstream),
         )
-        answer(self._controller.connect(edge), self._loop.step_timeout_s)
+        session.ask(session.controller.connect(edge))
         return Sealed(edge)
 
 

@@ -6,9 +6,10 @@ and how far sampling runs ahead of training is the recipe's business; nothing he
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from rill.algorithms import Algorithm, Need
+from rill.runtime.group import WorkerGroup
 from rill.training.score import ScoreModel
 from rill.types import Group, Trajectory
 from rill.workflows.episodes import FinishedGroup
@@ -45,24 +46,28 @@ class GRPO(Workflow):
         self.scorers(launch)
 
     def scorers(self, launch: Launcher) -> None:
-        """The frozen models that the algorithm needs."""
+        """What a batch passes on its way to the trainer: the models that the algorithm needs, in this order."""
         config, needs = self.config, self.config.needs
-        self.reward = self.inference = self.reference = self.teacher = None
+        self.stages: list[WorkerGroup[Any]] = []
+        self.inference: WorkerGroup[InferenceWorker] | None = None
         trainer = config.trainer
         policy = ScoreModel.Config(model=config.model, temperature=trainer.temperature).following(trainer)
         for other in (*config.teachers, *filter(None, [config.reward_model])):
             require_same_tokenizer(config.model, other.model)
         if config.reward_model is not None:
             judge = config.reward_model.following(trainer)
-            self.reward = launch(RewardModelWorker, "reward", config=judge, algorithm=config.algorithm)
+            self.stages += [launch(RewardModelWorker, "reward", config=judge, algorithm=config.algorithm)]
         if config.placement.inference is not None:
             self.inference = launch(InferenceWorker, "inference", config=policy, sync=launch.sync)
+            self.stages += [self.inference]
+        elif Need.REWARD_LOGPROBS in needs:
+            self.stages += [self.actor]
         if Need.REF_LOGPROBS in needs:
             begun = policy.model_copy(update={"model": initial_model(launch, config, self.actor)})
-            self.reference = launch(ReferenceWorker, "reference", config=begun)
+            self.stages += [launch(ReferenceWorker, "reference", config=begun)]
         if Need.TEACHER_LOGPROBS in needs:
             teacher = config.teachers[0].scoring(trainer.temperature).following(trainer)
-            self.teacher = launch(TeacherWorker, "teacher", config=teacher)
+            self.stages += [launch(TeacherWorker, "teacher", config=teacher)]
 
     def step(self, flow: Flow) -> None:
         answers = flow.sample(self.rollout)  # prompts, as far ahead as the lag allows; episodes with rewards
@@ -72,14 +77,6 @@ class GRPO(Workflow):
 
     def scored(self, flow: Flow, batch: Stream) -> Stream:
         """The batch on its way past them."""
-        if self.reward is not None:
-            batch = flow.through(self.reward, batch)
-        if self.inference is not None:
-            batch = flow.through(self.inference, batch, follows=True)
-        elif Need.REWARD_LOGPROBS in self.config.needs:
-            batch = flow.through(self.actor, batch)
-        if self.reference is not None:
-            batch = flow.through(self.reference, batch)
-        if self.teacher is not None:
-            batch = flow.through(self.teacher, batch)
+        for stage in self.stages:
+            batch = flow.through(stage, batch, follows=stage is self.inference)
         return batch

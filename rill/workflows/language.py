@@ -11,28 +11,20 @@ from rill.runtime.group import WorkerGroup
 from rill.workflows.actor import ActorWorker
 from rill.workflows.env_worker import EnvWorker
 from rill.workflows.episodes import EpisodeSettings, FinishGroup
-from rill.workflows.fleet import Engines
 from rill.workflows.launch import Launcher
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.rollout import RolloutWorker
+from rill.workflows.session import Engines
 
 
 def launch_rollout(launch: Launcher, config: RLConfig, finish_group: FinishGroup) -> Engines:
     """The engines, and the processes of the environments where the recipe wants them apart."""
     if config.model.path and config.cluster.type == "local":
         model_folder(config.model.path)  # here, where a wrong path is one line and not a worker's traceback
-    settings = EpisodeSettings(
-        rollout=config.rollout,
-        algorithm=config.algorithm,
-        model=config.model,
-        evals=launch.evals,
-        finish_group=finish_group,
-        seed=config.seed,
-        run_dir=launch.run_dir,
-        journal=config.journal,
-    )
+    routed = config.model_copy(update={"sync": launch.sync})
+    settings = EpisodeSettings(routed, finish_group, launch.run_dir)
     num_env = config.rollout.env_workers
-    rollout = launch(RolloutWorker, "rollout", settings=settings, sync=launch.sync, has_episodes=num_env == 0)
+    rollout = launch(RolloutWorker, "rollout", settings=settings)
     return Engines(rollout, launch.beside(EnvWorker, "env", num_env, settings=settings) if num_env else None)
 
 
@@ -40,7 +32,6 @@ def launch_actor(
     launch: Launcher, config: RLConfig, rollout: Engines, *, has_critic: bool = False
 ) -> WorkerGroup[ActorWorker]:
     """The trainer of the policy. It is warm when this returns: the supervised steps of [sft] are done."""
-    timeout_s = config.loop.step_timeout_s
     actor = launch.trainer(
         ActorWorker,
         rollout,
@@ -50,12 +41,7 @@ def launch_actor(
         has_critic=has_critic,
         run_dir=launch.run_dir,
     )
-    actor.ready(timeout_s)
-    shown = config.sft.data or config.data
-    launch.warm_up(
-        config.sft.steps,
-        lambda count: actor.warm_up(shown, config.sft, count, config.seed).wait(timeout_s=timeout_s)[0],
-    )
+    launch.warm_up(actor, config.sft.steps, config.sft.data or config.data, config.sft, config.seed)
     return actor
 
 

@@ -11,46 +11,33 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rill.errors import PeerDiedError, PlanError, RillError, RunError
 from rill.journal.checkpoints import whole_checkpoints
-from rill.planning.elastic import Scaler
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CUDA
 from rill.runtime.device.device import Device
-from rill.runtime.device.placement import resolve, seats_on_free_devices
+from rill.runtime.device.placement import Placement, resolve, seats_on_free_devices
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
-from rill.telemetry.requests import open_requests
 from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
+from rill.workflows import PRELOAD
 from rill.workflows.config import ClusterConfig, OnlineConfig, RolloutConfig, SyncConfig
-from rill.workflows.controller import Controller, PromptPlan
+from rill.workflows.controller import Controller
 from rill.workflows.evaluation import read_prompts
-from rill.workflows.fleet import Door, Engines, Fleet
+from rill.workflows.fleet import Fleet
 from rill.workflows.loop import Observer, StepReport
 from rill.workflows.records import Channels, Flows
+from rill.workflows.session import Engines, Session
 
 log = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=Worker)
 
-PRELOAD = (
-    "rill.workflows.rollout",
-    "rill.workflows.actor",
-    "rill.workflows.controller",
-    "rill.inference.native.engine",
-    "rill.envs.single_turn",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.qwen2.modeling_qwen2",
-)
-"""Imported once, by the process that workers are forked from: seconds for every worker after the first, and for every
-one that is lost. `transformers` alone imports next to nothing, and an optimizer imports the compiler."""
 FLEET = ("rollout", "env")
 """Groups whose lost ranks are replaced while the others go on (fleet.py)."""
 CLOSE_S = 1.0
@@ -81,7 +68,8 @@ class Launcher:
         self._session = session
         self._kept = kept or {}
         self._fleet: Fleet | None = None
-        self.config = config
+        self.sync = routed(config, cluster.devices)
+        self.config = config.model_copy(update={"sync": self.sync})
         self.folder = run
         self.cluster = cluster
         both = self._ids_of(config.placement.rollout) & self._ids_of(config.placement.actor)
@@ -92,9 +80,8 @@ class Launcher:
                 f"placed on devices {sorted(both)}: place them apart (cluster.devices=2 placement.rollout=0 "
                 "placement.actor=1), keep both in memory (cluster.colocate=true), or set loop.max_lag = 0"
             )
-        self.evals = config.eval.all_sets(config.data)
-        for chosen in self.evals.values():  # one that cannot be read is an error here, and not after an hour
-            read_prompts(chosen)
+        for chosen in config.eval.all_sets(config.data).values():
+            read_prompts(chosen)  # one that cannot be read is an error here, and not after an hour
         self.groups: dict[str, WorkerGroup[Any]] = {}
         """Those that [placement] places."""
         self.trained: dict[str, WorkerGroup[Any]] = {}
@@ -112,41 +99,34 @@ class Launcher:
         self.is_resumed = bool(whole_checkpoints(run))
         self.was_warmed_up = False
         """Supervised steps were taken, which no checkpoint holds yet."""
-        self.sync = routed(
-            config.sync,
-            cluster.devices,
-            actor=config.placement.actor,
-            pulling=config.pulling,
-            stay_on_gpu=config.cluster.colocate and config.reads_gpu,
-        )
 
     def __call__(
         self, worker: type[W], name: str, *, is_trained: bool = False, **init_kwargs: Any
     ) -> WorkerGroup[W]:
         """Start a group where [placement] puts it. `is_trained`: a checkpoint holds it."""
-        if name in self._kept:
-            self.groups[name] = self._kept[name]
-            self._reseat(name)
-            return self.groups[name]
         placement = getattr(self.config.placement, name)
-        self.devices[name] = self._ids_of(placement)
-        group = worker.launch_async(
-            self.cluster, name=name, placement=placement, threads=self._threads, **init_kwargs
-        )
-        self._begin(group)
+        group = self._launch(worker, name, placement, self._threads, init_kwargs)
+        self._reseat(name)
         if is_trained:
             self.trained[name] = group
         return group
 
     def beside(self, worker: type[W], name: str, count: int, **init_kwargs: Any) -> WorkerGroup[W]:
         """Start `count` processes that hold no device, on all nodes by turns."""
-        if name in self._kept:
-            self.groups[name] = self._kept[name]
-            return self.groups[name]
         ids = [device.id for device in self.cluster.devices]
-        placement = [ids[n % len(ids)] for n in range(count)]
-        group = worker.launch_async(self.cluster, name=name, placement=placement, threads=1, **init_kwargs)
-        self._begin(group)
+        return self._launch(worker, name, [ids[n % len(ids)] for n in range(count)], 1, init_kwargs)
+
+    def _launch(
+        self, worker: type[W], name: str, placement: Placement, threads: int, init_kwargs: Mapping[str, Any]
+    ) -> WorkerGroup[W]:
+        """Or give what the session before has kept."""
+        group = self._kept.get(name)
+        if group is None:
+            group = worker.launch_async(
+                self.cluster, name=name, placement=placement, threads=threads, **init_kwargs
+            )
+            self._starting.append(group)
+        self.groups[name] = group
         return group
 
     def trainer(self, worker: type[W], engines: Engines, **init_kwargs: Any) -> WorkerGroup[W]:
@@ -155,18 +135,19 @@ class Launcher:
         sync = self.sync.model_copy(update={"transport": transport})
         return self(worker, "actor", is_trained=True, sync=sync, **init_kwargs)
 
-    def warm_up(self, num_steps: int, steps: Callable[[int], Mapping[str, float]]) -> None:
-        """Supervised steps before RL, some at a time, reported like any other. None where the run is resumed: a
-        checkpoint has what they made."""
+    def warm_up(self, actor: WorkerGroup[Any], num_steps: int, *arguments: Any) -> None:
+        """Supervised steps of the actor before RL, `warm_up(count, *arguments)`, some at a time, reported like any
+        other. None where the run is resumed: a checkpoint has what they made."""
+        timeout_s = self.config.loop.step_timeout_s
+        actor.ready(timeout_s)
         if self.is_resumed:
             return
         at_once = max(1, num_steps // NUM_REPORTS)
         for done in range(0, num_steps, at_once):
             count = min(at_once, num_steps - done)
-            metrics = steps(count)
+            metrics = actor.warm_up(count, *arguments).wait(timeout_s=timeout_s)[0]
             report = StepReport(step=done + count, num_steps=num_steps, metrics=metrics, phase="warm-up")
-            for observer in self._observers:
-                observer(report)
+            report.tell(self._observers)
             self.was_warmed_up = True
 
     def move(self, placement: Mapping[str, str]) -> tuple[list[str], RunError | None]:
@@ -229,55 +210,75 @@ class Launcher:
 
     def again(self) -> Launcher | None:
         """For the next session in this cluster, once a process is lost that cannot be replaced alone: engines and
-        environments stay as they are, with what they hold in the token log; all others are started again. None: they
-        cannot stay, or weights travel in a way that was set up with the cluster."""
-        if not isinstance(self.config.rollout, RolloutConfig) or self.sync.transport.type not in MOVABLE:
+        environments stay as they are, with what they hold in the token log, where they can; all others are started
+        again. None: weights travel in a way that was set up with the cluster, or it is at fault itself."""
+        if self.sync.transport.type not in MOVABLE:
             return None
+        try:
+            self._close(set(self.groups) - set(FLEET))
+            kept = self._rested()
+            self._close(set(self.groups) - set(kept))
+            self.channels.close()
+            session = self._session + 1
+            return Launcher(
+                self.config, self.folder, self._observers, self.cluster, session=session, kept=kept
+            )
+        except RillError as error:
+            log.warning("the cluster is started again too: %s", str(error).splitlines()[0])
+            return None
+
+    def _rested(self) -> dict[str, WorkerGroup[Any]]:
+        """Engines and environments, with nothing left to do; none where one is lost, too, or has no end."""
         kept = {name: self.groups[name] for name in FLEET if name in self.groups}
         try:
-            for name in set(self.groups) - set(kept):
-                self.groups[name].close(timeout_s=CLOSE_S)
+            if not isinstance(self.config.rollout, RolloutConfig):
+                raise RunError("a robot's simulators keep no token log")
             if self._fleet is not None:
                 self._fleet.rest(self.flows.tasks, REST_S)
             elif kept != self._kept:
                 raise RunError("the engines were not ready yet")
             for group in kept.values():
                 group.rest().wait(timeout_s=REST_S)
-            self.channels.close()
+            return kept
         except RillError as error:
-            log.warning("the cluster is started again too: %s", str(error).splitlines()[0])
-            return None
-        session = self._session + 1
-        return Launcher(self.config, self.folder, self._observers, self.cluster, session=session, kept=kept)
+            log.warning("engines are started again too: %s", str(error).splitlines()[0])
+            return {}
+
+    def _close(self, names: Collection[str]) -> None:
+        """All at once: those that wait for a lost one do not end before the time is over."""
+        with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
+            list(pool.map(lambda name: self.groups[name].close(timeout_s=CLOSE_S), names))
 
     def _move(self, name: str, placement: str) -> None:
         self.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
-        self.devices[name] = self._ids_of(placement)
+        self._reseat(name)
 
     # --- the parts that every run has -----------------------------------------------------------------------
 
     def controller(self) -> WorkerGroup[Controller]:
-        config = self.config
-        group = self.beside(
-            Controller,
-            "controller",
-            1,
-            prompts=PromptPlan(data=config.data, loader=config.loader, curriculum=config.curriculum),
-            config=config.loop,
-            group_size=config.rollout.group_size,
-            evals=self.evals,
-            run_dir=self.run_dir,
-            journal=config.journal,
-        )
+        group = self.beside(Controller, "controller", 1, config=self.config, run_dir=self.run_dir)
         self.trained["controller"] = group
         return group
 
-    def fleet(self, engines: Engines, actor: WorkerGroup[Any]) -> Fleet:
-        open_requests(self.folder.path)
-        door = Door(
-            self.folder.path, self._berth, self._reseat, Scaler(self.config.elastic), self._num_prompts
+    def session(
+        self, controller: WorkerGroup[Controller], engines: Engines, actor: WorkerGroup[Any]
+    ) -> Session:
+        return Session(
+            config=self.config,
+            run=self.folder,
+            channels=self.channels,
+            flows=self.flows,
+            controller=controller,
+            engines=engines,
+            actor=actor,
+            take_turns=self._take_turns,
+            berth=self._berth,
+            reseated=self._reseat,
         )
-        self._fleet = Fleet(engines, self.flows, self.channels, actor, self.sync, self.config.loop, door)
+
+    def fleet(self, session: Session) -> Fleet:
+        """Once all groups are there, and again when some have moved."""
+        self._fleet = Fleet(session)
         return self._fleet
 
     def _berth(self, devices: str) -> str:
@@ -302,23 +303,15 @@ class Launcher:
                 )
         return devices
 
-    def _num_prompts(self) -> int:
-        stats = self.flows.tasks.stats()
-        return int(stats["depth"] + stats["leased"])
-
     def _reseat(self, name: str = "rollout") -> None:
         """After ranks came or went."""
         self.devices[name] = frozenset[int]().union(*self.groups[name].devices.values())
 
-    def take_turns(self, one: str, other: str) -> bool:
+    def _take_turns(self, one: str, other: str) -> bool:
         """Whether two groups share devices and cannot be in memory together."""
         return not self.config.cluster.colocate and bool(self.devices[one] & self.devices[other])
 
     # --- inside -------------------------------------------------------------------------------------------
-
-    def _begin(self, group: WorkerGroup[Any]) -> None:
-        self._starting.append(group)
-        self.groups[group.name] = group
 
     def _ids_of(self, placement: str) -> frozenset[int]:
         return frozenset(d.id for seat in resolve(placement, self.cluster.devices) for d in seat.devices)
@@ -335,21 +328,16 @@ def open_cluster(config: ClusterConfig, run: Run, preload: Sequence[str] = PRELO
     return Cluster(devices=devices, preload=preload, trace_dir=run.path, log_dir=run.path / "logs")
 
 
-def routed(
-    sync: SyncConfig, devices: Sequence[Device], *, actor: str, pulling: Iterable[str], stay_on_gpu: bool
-) -> SyncConfig:
-    """`sync` with the transport that the placement asks for, where the recipe leaves it open.
-
-    pulling: the placements of the groups that take the weights.
-    stay_on_gpu: groups that share a GPU keep their memory on it, and their engines can read weights from it.
-    """
-    publisher = resolve(actor, devices)[0]
-    ends = [publisher, *(seat for place in pulling for seat in resolve(place, devices))]
+def routed(config: OnlineConfig, devices: Sequence[Device]) -> SyncConfig:
+    """[sync] with the transport that the placement asks for, where the recipe leaves it open."""
+    publisher = resolve(config.placement.actor, devices)[0]
+    ends = [publisher, *(seat for place in config.pulling for seat in resolve(place, devices))]
     first = {seat.devices[0].id: seat.devices[0].kind for seat in ends}
+    stay_on_gpu = config.cluster.colocate and config.reads_gpu
     transport = chosen_transport(
-        sync.transport,
+        config.sync.transport,
         is_one_machine=len({seat.node_id for seat in ends}) == 1,
         is_one_gpu=stay_on_gpu and list(first.values()) == [CUDA],
     )
     log.info("weights travel by %s", transport.type)
-    return sync.model_copy(update={"transport": transport})
+    return config.sync.model_copy(update={"transport": transport})

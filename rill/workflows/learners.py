@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,15 +19,16 @@ from torch import Tensor
 from rill.algorithms import Algorithm, AlgorithmConfig, Scope
 from rill.errors import CheckpointError
 from rill.runtime.channel import Channel
+from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import write_atomically
 from rill.training.trainer import Trainer
 from rill.training.value import ValueTrainer
 from rill.types import PolicyVersion, Sample
-from rill.weights import CanaryProof, SealedManifest, take_part
+from rill.weights import CanaryProof, SealedManifest, open_publisher, take_part
 from rill.weights.publishing import PublishingWorker
 from rill.workflows.config import SyncConfig
-from rill.workflows.edges import Edge, Part, num_shares, put_all
+from rill.workflows.edges import Edge, num_shares, put_all
 from rill.workflows.scorers import rendezvous_of, with_column
 
 if TYPE_CHECKING:
@@ -75,22 +76,13 @@ class LearningWorker(Worker):
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
-    def _parts(self, source: Edge, turn: ExitStack, *, whole_groups: bool) -> Iterator[Part]:
-        """This rank's parts of a batch. The turn on the devices begins with the first, once it is in hand, and lasts
-        for the step: gradients stay where they are."""
-        parts = source.parts(
-            self, self.trainer.world, whole_groups=whole_groups, cost=self.trainer.cost_model
-        )
-        for part in parts:
-            if part.is_first:
-                turn.enter_context(self.device_lock())
-            yield part
-
 
 class PolicyLearner(PublishingWorker, LearningWorker):
     """One that learns the policy: its first rank publishes the weights, with what engines must answer to a canary."""
 
-    sync: SyncConfig
+    def _open_publisher(self, sync: SyncConfig) -> None:
+        self.sync = sync
+        self.publisher = open_publisher(sync.transport, host=current().site.host) if self.rank == 0 else None
 
     def close(self) -> None:
         if self.publisher is not None:
@@ -153,8 +145,9 @@ class CriticWorker(LearningWorker):
         """One batch. Values are those of the weights before the step, which is taken when all of it is through."""
         advantages = Advantages(self.algorithm, self.trainer)
         keys: list[str] = []
+        world, cost = self.trainer.world, self.trainer.cost_model
         with ExitStack() as turn:
-            for part in self._parts(source, turn, whole_groups=True):
+            for part in source.parts(self, world, whole_groups=True, cost=cost, turn=turn):
                 if part.is_first:
                     self.trainer.begin()
                 samples = part.samples()
@@ -163,7 +156,7 @@ class CriticWorker(LearningWorker):
                 judged = advantages.add(samples, is_last=part.chunk.is_last)
                 if judged is None:
                     continue
-                if self.trainer.world.leads:
+                if world.leads:
                     put_all(target, keys, judged)
                 keys = []
                 self.trainer.accumulate(judged)

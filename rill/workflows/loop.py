@@ -20,20 +20,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rill.journal.checkpoints import RunCheckpoints
-from rill.runtime.group import WorkerGroup
-from rill.runtime.handle import Handle
 from rill.telemetry import trace
 from rill.types import PolicyVersion
-from rill.workflows.config import LoopConfig
-from rill.workflows.controller import Controller
-from rill.workflows.fleet import answer
-from rill.workflows.flow import Flow
-
-TEND_S = 1.0
-"""How often engines are looked after while the driver waits for them."""
+from rill.workflows.flow import TEND_S, Flow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +39,10 @@ class StepReport:
     notes: Sequence[str] = ()
     """What the person at the terminal should know and no metric says."""
 
+    def tell(self, observers: Sequence[Observer]) -> None:
+        for observer in observers:
+            observer(self)
+
 
 Observer = Callable[[StepReport], None]
 
@@ -55,27 +50,27 @@ Observer = Callable[[StepReport], None]
 class Loop:
     def __init__(
         self,
-        config: LoopConfig,
         flow: Flow,
         step: Callable[[Flow], None],
-        controller: WorkerGroup[Controller],
         checkpoints: RunCheckpoints,
         observers: Sequence[Observer],
-        *,
-        eval_every: int | None = None,
     ) -> None:
-        """`eval_every`: steps; 0: before the first and after the last; None: there is nothing to evaluate on."""
-        self.config = config
+        recipe = flow.session.config
+        self.config = recipe.loop
         self.flow = flow
         self.step = 0
         """Training steps that are done."""
         self._metrics: Mapping[str, float] = {}
         """Of the newest step."""
         self._write_step = step
-        self.controller = controller
+        self._ask = flow.session.ask
+        self._controller = flow.session.controller
         self.checkpoints = checkpoints
-        self._observers = observers
-        self._eval_every = eval_every
+        self.observers = list(observers)
+        self._eval_every = recipe.eval.every if recipe.eval.all_sets(recipe.data) else None
+        """Steps; 0: before the first and after the last; None: there is nothing to evaluate on."""
+        self._stalled_s = 0.0
+        """That checkpoints took since the last step began."""
 
     def restore(self) -> None:
         """Load the newest whole checkpoint, if there is one."""
@@ -89,20 +84,18 @@ class Loop:
             self._report(self._evaluated())
         while self.step < self.config.steps:
             self._take_step()
-        self.ask(self.controller.trained(self.step))
+        self._ask(self._controller.trained(self.step))
         if fleet.is_open:
-            self.ask(self.controller.finish())
+            self._ask(self._controller.finish())
             fleet.end_epoch()
         self.checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
 
     def save(self) -> None:
         """A checkpoint of where it stands. Engines that run ahead go on: what they have said is in the token log."""
-        self.ask(self.controller.trained(self.step))
+        began_s = time.monotonic()
+        self._ask(self._controller.trained(self.step))
         self.checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
-
-    def ask(self, call: Handle) -> Any:
-        """The controller's answer. It holds the deadline of a step itself, and its errors are the loop's own."""
-        return answer(call, timeout_s=2 * self.config.step_timeout_s)
+        self._stalled_s += time.monotonic() - began_s
 
     @property
     def _version(self) -> PolicyVersion:
@@ -110,32 +103,28 @@ class Loop:
         return PolicyVersion(self.step + 1)
 
     def _take_step(self) -> None:
+        began_s = time.monotonic()
         self.checkpoints.settle_if_done()
-        began = time.monotonic()
+        stalled_s, self._stalled_s = self._stalled_s + time.monotonic() - began_s, 0.0
+        began_s = time.monotonic()
         with trace.span("step", lane="loop", step=self.step):
             self.flow.begin(self._version)
             self._write_step(self.flow)
             with trace.span("wait for rollouts", lane="loop"):
-                batch = self.flow.batch(TEND_S)
-            full_at = time.monotonic()
+                batch = self.flow.batch()
+            full_s = time.monotonic()
             with trace.span("train", lane="loop", samples=batch.num_samples, tokens=batch.num_tokens):
-                trained = self.flow.end(TEND_S)
-            synced_at = time.monotonic() - trained.sync_s
-            synced = self.flow.fleet.take_in(trained.synced)
+                trained = self.flow.end()
             self.step += 1
-            ended = time.monotonic()
-        if self.config.max_lag > 0:
-            self.ask(self.controller.trained(self.step))
+            step_s = time.monotonic() - began_s
         metrics = {
             **batch.metrics,
-            **trained.metrics,
-            **synced,
-            "time/step_s": ended - began,
-            "time/rollout_wait_s": full_at - began,
-            "time/train_s": synced_at - full_at,
-            "time/sync_s": ended - synced_at,
-            "throughput/tokens_per_s": batch.num_tokens / (ended - began),
-            "throughput/samples_per_s": batch.num_samples / (ended - began),
+            **trained,
+            "time/step_s": step_s,
+            "time/rollout_wait_s": full_s - began_s,
+            "time/checkpoint_s": stalled_s,
+            "throughput/tokens_per_s": batch.num_tokens / step_s,
+            "throughput/samples_per_s": batch.num_samples / step_s,
         }
         if total := batch.metrics.get("length/total"):
             share = batch.metrics["length/response"] / total
@@ -157,19 +146,17 @@ class Loop:
         fleet = self.flow.fleet
         is_own = not fleet.is_open
         with trace.span("evaluate", lane="loop", step=self.step):
-            self.ask(self.controller.trained(self.step))
+            self._ask(self._controller.trained(self.step))
             if is_own:
                 fleet.open_epoch()
-            call = self.controller.evaluate()
+            call = self._controller.evaluate()
             while not call.ended(TEND_S):
                 fleet.tend()
-            metrics: dict[str, float] = self.ask(call)
+            metrics: dict[str, float] = self._ask(call)
             if is_own:
                 fleet.end_epoch()
             return metrics
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         self._metrics = metrics
-        report = StepReport(step=self.step, num_steps=self.config.steps, metrics=metrics)
-        for observer in self._observers:
-            observer(report)
+        StepReport(step=self.step, num_steps=self.config.steps, metrics=metrics).tell(self.observers)

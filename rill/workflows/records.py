@@ -91,10 +91,6 @@ class Outcome:
     def is_kept(self) -> bool:
         return self.dropped is None and self.stopped is None
 
-    @property
-    def keys(self) -> list[str]:
-        return [sample_key(group_id(self.index), i) for i in range(len(self.lengths))]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:

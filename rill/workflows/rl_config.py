@@ -7,11 +7,13 @@ run is refused here, with one line, before anything is started.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from rill.algorithms import LOSSES, Algorithm, AlgorithmConfig, Need, Scope
+from rill.algorithms.fit import check_run
 from rill.algorithms.presets import expand
 from rill.config import OneOf, PartConfig
 from rill.config.base import as_table, value_at
@@ -93,8 +95,13 @@ class RLConfig(OnlineConfig):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the engine samples in 8 bits what is trained in more."""
-        return bool(getattr(self.rollout.engine, "is_quantized", False))
+        """Whether the engine samples with fewer bits than the trainer computes with."""
+        engine: Any = self.rollout.engine
+        weights = getattr(engine, "quantization", None)
+        return (
+            weights not in (None, self.trainer.quantization_aware)
+            or getattr(engine, "kv_cache_dtype", "") == "fp8"
+        )
 
     @property
     def reads_gpu(self) -> bool:
@@ -131,14 +138,16 @@ class RLConfig(OnlineConfig):
     @model_validator(mode="before")
     @classmethod
     def _corrected_where_quantized(cls, values: Any) -> Any:
-        """What is sampled in 8 bits is weighed (tis), unless the recipe names a correction or its loss has the ratio.
-        The canary allows for 8 bits, unless the recipe says what it allows."""
+        """What is sampled with fewer bits is weighed (tis), unless the recipe names a correction or its loss has the
+        ratio. The canary allows for 8 bits, unless the recipe says what it allows; 4 bits are the trainer's too."""
         engine = as_table(value_at(values, "rollout.engine"))
         if not isinstance(engine, dict) or engine.get("type", "native") != "native":
             return values
         if engine.get("quantization") is None and engine.get("kv_cache_dtype") != "fp8":
             return values
-        if isinstance(sync := values.get("sync", {}), dict):
+        if engine.get("quantization") == "int4" and isinstance(trainer := values.get("trainer", {}), dict):
+            values = {**values, "trainer": {"quantization_aware": "int4", **trainer}}
+        elif isinstance(sync := values.get("sync", {}), dict):
             values = {**values, "sync": {"canary_tolerance": QUANTIZED_CANARY, **sync}}
         algorithm = as_table(values.get("algorithm", {}))
         whole = expand(algorithm)
@@ -154,7 +163,8 @@ class RLConfig(OnlineConfig):
     def _can_run(self) -> Self:
         """Whatever an algorithm needs there is, and nothing is there that it does not use."""
         try:
-            Algorithm(self.algorithm).check_run(
+            check_run(
+                Algorithm(self.algorithm),
                 workflow=self.workflow,
                 provides=self.provides,
                 group_size=self.rollout.group_size,
@@ -163,71 +173,55 @@ class RLConfig(OnlineConfig):
             )
         except ConfigError as error:
             raise ValueError(str(error)) from error
+        for refusal in self._refusals():
+            raise ValueError(refusal)
         return self
 
-    @model_validator(mode="after")
-    def _inference_has_work(self) -> Self:
-        is_needed = Need.REWARD_LOGPROBS in self.needs or self.num_updates > 1
-        if self.placement.inference is not None and not is_needed:
-            raise ValueError(
-                "placement.inference has nothing to do: with one optimizer step per batch (trainer.num_epochs and "
-                "trainer.num_mini_batches are 1) the old log-probabilities are the current ones. Leave it unset"
-            )
-        if self.placement.inference is not None and Need.ENERGIES in self.needs:
-            raise ValueError(
-                f"algorithm {self.algorithm.type!r} needs more of the policy than log-probabilities, which only the "
-                "actor computes: leave placement.inference unset"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _scores_come_in_time(self) -> Self:
-        """What is decided where the episodes run does not know the reward model's scores yet."""
-        if self.reward_model is None:
-            return self
-        filters = self.algorithm.filters
-        if (
-            filters.drop_equal_rewards
-            or filters.min_mean_reward is not None
-            or filters.max_mean_reward is not None
-        ):
-            raise ValueError(
-                "[reward_model] scores groups after algorithm.filters has kept or dropped them by their reward: leave "
-                "drop_equal_rewards, min_mean_reward and max_mean_reward unset"
-            )
-        if Need.GREEDY_BASELINE in self.needs:
-            raise ValueError(
-                f"[reward_model] does not score the greedy answer that {self.algorithm.type!r} compares with: choose "
-                "another algorithm"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _teachers_teach(self) -> Self:
-        if Need.TEACHER_LOGPROBS in self.needs and len(self.teachers) != 1:
-            raise ValueError(
+    def _refusals(self) -> Iterator[str]:
+        """What does not go together, and what to do about it."""
+        needs, algorithm, filters = self.needs, self.algorithm, self.algorithm.filters
+        if self.placement.inference is not None:
+            if Need.REWARD_LOGPROBS not in needs and self.num_updates == 1:
+                yield (
+                    "placement.inference has nothing to do: with one optimizer step per batch (trainer.num_epochs and "
+                    "trainer.num_mini_batches are 1) the old log-probabilities are the current ones. Leave it unset"
+                )
+            if Need.ENERGIES in needs:
+                yield (
+                    f"algorithm {algorithm.type!r} needs more of the policy than log-probabilities, which only the "
+                    "actor computes: leave placement.inference unset"
+                )
+        if self.reward_model is not None:  # unknown where the episodes run
+            bounds = (filters.min_mean_reward, filters.max_mean_reward)
+            if filters.drop_equal_rewards or bounds != (None, None):
+                yield (
+                    "[reward_model] scores groups after algorithm.filters has kept or dropped them by their reward: "
+                    "leave drop_equal_rewards, min_mean_reward and max_mean_reward unset"
+                )
+            if Need.GREEDY_BASELINE in needs:
+                yield (
+                    f"[reward_model] does not score the greedy answer that {algorithm.type!r} compares with: choose "
+                    "another algorithm"
+                )
+        if Need.TEACHER_LOGPROBS in needs and len(self.teachers) != 1:
+            yield (
                 f"distillation on the advantage follows one teacher, the recipe has {len(self.teachers)} [[teachers]]: "
                 "name one or set algorithm.distillation.form = 'full_vocabulary'"
             )
-        if Need.FULL_VOCABULARY_TEACHER in self.needs and not self.teachers:
-            raise ValueError("distillation over the vocabulary needs [[teachers]]: name at least one")
-        if self.teachers and not self.needs & {Need.TEACHER_LOGPROBS, Need.FULL_VOCABULARY_TEACHER}:
-            raise ValueError(
+        if Need.FULL_VOCABULARY_TEACHER in needs and not self.teachers:
+            yield "distillation over the vocabulary needs [[teachers]]: name at least one"
+        if self.teachers and not needs & {Need.TEACHER_LOGPROBS, Need.FULL_VOCABULARY_TEACHER}:
+            yield (
                 "[[teachers]] have nothing to teach: set algorithm = 'distill', or algorithm.distillation.coefficient"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _temperatures_agree(self) -> Self:
         sampled, trained = self.rollout.sampling.temperature, self.trainer.temperature
         if sampled == 0:
-            raise ValueError(
+            yield (
                 "rollout.sampling.temperature = 0 would give the same answer to a prompt every time, and nothing to "
                 "learn from: set it above 0 (evaluations have a temperature of their own, eval.temperature)"
             )
         if sampled != trained:
-            raise ValueError(
+            yield (
                 f"rollout.sampling.temperature is {sampled} and trainer.temperature is {trained}: the trainer must "
                 "recompute log-probabilities at the sampler's temperature; leave trainer.temperature unset"
             )
-        return self

@@ -26,14 +26,13 @@ from rill.config import PartConfig
 from rill.errors import RequestError
 from rill.inference.base import ENGINES, Completion, Engine, MemoryLevel, PauseMode
 from rill.inference.gate import EngineGate
-from rill.inference.policy import Asked, PolicyClient
+from rill.inference.policy import Asked
 from rill.journal.logged import LoggedEngine
 from rill.models.loading import load_tokenizer
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry import trace
 from rill.weights import Pulled, Receiver, SealedManifest, open_receiver, seated
-from rill.workflows.config import SyncConfig
 from rill.workflows.env_worker import Question, Refused
 from rill.workflows.episodes import Episodes, EpisodeSettings
 from rill.workflows.records import Flows
@@ -47,25 +46,24 @@ EVERY_EPOCH = 1 << 62
 
 
 class RolloutWorker(Worker):
-    def __init__(self, *, settings: EpisodeSettings, sync: SyncConfig, has_episodes: bool = True) -> None:
-        """`has_episodes`: environments run here; otherwise others ask (`serve`)."""
+    def __init__(self, *, settings: EpisodeSettings) -> None:
+        """Environments run here, unless they have processes of their own; then those ask (`serve`)."""
         sys.setswitchinterval(LOCK_S)
-        config = settings.rollout.engine
-        self.engine: Engine = ENGINES.load(config.type)(placed(config, self.device))
+        config = settings.config
+        engine = config.rollout.engine
+        self.engine: Engine = ENGINES.load(engine.type)(placed(engine, self.device))
         self.gate = EngineGate(self.engine)
-        self.sync = sync
+        self.sync = config.sync
         self.receiver = self._open_receiver()
-        self.seed = settings.seed
-        self.max_concurrent = settings.rollout.max_concurrent
+        self.max_concurrent = config.rollout.max_concurrent
         name = f"{self.group_name}-{self.rank}"
         self.journal = settings.open_journal(name)
-        self.episodes = Episodes(settings, name, self.journal) if has_episodes else None
+        self.episodes = None if config.rollout.env_workers else Episodes(settings, name, self.journal)
         self.logged: Asked = self.gate
         """The engine for training: evaluations are not logged, they can be repeated."""
         if self.journal is not None:
-            tokenizer = self.episodes.tokenizer if self.episodes else load_tokenizer(settings.model)
-            delay_s = settings.journal.delay_s
-            self.logged = LoggedEngine(self.gate, self.journal, delay_s=delay_s, decode=tokenizer.decode)
+            tokenizer = self.episodes.tokenizer if self.episodes else load_tokenizer(config.model)
+            self.logged = LoggedEngine(self.gate, self.journal, decode=tokenizer.decode)
         self._updating = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         """Of the call that lasts for an epoch."""
@@ -95,13 +93,8 @@ class RolloutWorker(Worker):
     def generate(self, flows: Flows) -> int:
         """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         assert self.episodes is not None, "this worker's environments are elsewhere"
-        decode = self.episodes.tokenizer.decode
-        policies = {
-            True: PolicyClient(self.logged, seed=self.seed, decode=decode),
-            False: PolicyClient(self.gate, seed=self.seed + 1, decode=decode),
-        }
         with self.device_lock(flows.tasks, flows.samples):
-            return asyncio.run(self._epoch(self.episodes.run(flows, policies)))
+            return asyncio.run(self._epoch(self.episodes.run(flows, self.logged, self.gate)))
 
     def serve(self, requests: Channel, answers: tuple[Channel, ...]) -> int:
         """Until the epoch of the requests ends and all are answered; returns how many there were."""

@@ -17,7 +17,7 @@
 
 Staleness is bounded by admission, never by throwing samples away:
 
-    room = min( max_concurrent − running,  min((max_lag + 1) · batch + extra,  steps left · batch) − untrained )
+    room = min((max_lag + 1) · batch + extra,  steps left · batch) − untrained
 
 `untrained` groups run, are kept or are batched. max_lag 0 is synchronous training: one batch is generated, trained on,
 and only then the next begins. `extra` groups are begun beyond a batch so that the slowest need not be waited for: they
@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from rill.data.curriculum_source import CurriculumSource
+from rill.data.curriculum import Curriculum
 from rill.data.loader import PromptSource
 from rill.errors import RunError
 from rill.workflows.config import LoopConfig
@@ -89,11 +89,11 @@ class Staleness:
     @property
     def room(self) -> int:
         """Groups that may be begun now."""
-        config, running = self.config, self.num(State.RUNNING)
+        config = self.config
         ahead = (config.max_lag + 1) * self.batch_size + config.num_extra
         left = (config.steps - self.version) * self.batch_size
-        untrained = running + self.num(State.KEPT) + self.num(State.BATCHED)
-        return max(0, min((config.max_concurrent_prompts or ahead) - running, min(ahead, left) - untrained))
+        untrained = sum(map(self.num, (State.RUNNING, State.KEPT, State.BATCHED)))
+        return max(0, min(ahead, left) - untrained)
 
     def admit(self, epoch: int) -> list[Task]:
         """The groups that are begun now: stopped ones first, then new ones, as many as there is room for."""
@@ -123,7 +123,7 @@ class Staleness:
             entry.task = replace(entry.task, progress=outcome.stopped, num_resumes=entry.task.num_resumes + 1)
             self._num_stopped += 1
             return
-        if isinstance(self.source, CurriculumSource) and "reward/mean" in outcome.metrics:
+        if isinstance(self.source, Curriculum) and "reward/mean" in outcome.metrics:
             prompt = self._groups[State.RUNNING][index].task.prompt
             self.source.learn(index, prompt, outcome.metrics["reward/mean"])
         if outcome.is_kept:

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rill.planning.pilot import Pilot
 from rill.planning.traced import write_history
-from rill.runtime.group import WorkerGroup
 from rill.runtime.hub.history import CallRecord
 from rill.telemetry import trace
 from rill.telemetry.run import Run
 from rill.types import PolicyVersion
 from rill.workflows.config import FlowConfig
-from rill.workflows.fleet import Engines
 from rill.workflows.launch import Launcher
 from rill.workflows.loop import Loop, StepReport
 
@@ -30,8 +28,6 @@ from rill.workflows.loop import Loop, StepReport
 class Steering(NamedTuple):
     launch: Launcher
     loop: Loop
-    engines: Engines
-    actor: WorkerGroup[Any]
     pilot: Pilot | None = None
 
     @property
@@ -57,7 +53,8 @@ class Steering(NamedTuple):
     def resize(self, num_prompts: int) -> None:
         """Prompts of a batch, from the next step on."""
         self._rest()
-        self.loop.ask(self.loop.controller.resize(num_prompts))
+        session = self.loop.flow.session
+        session.ask(session.controller.resize(num_prompts))
 
     def switch(self, placement: Mapping[str, str], flow: FlowConfig, *, keeps_state: bool = True) -> float:
         """Go on with groups on these devices and these chunks; the seconds that it took. `keeps_state`: off where what
@@ -72,12 +69,12 @@ class Steering(NamedTuple):
             if keeps_state:
                 self._load(moved)
             if moved:
-                fleet = self.launch.fleet(self.engines, self.actor)
-                self.loop.flow.fleet = fleet
-                if self.actor.name in moved:
+                engines, _ = self.loop.flow.session.engines
+                fleet = self.loop.flow.fleet = self.launch.fleet(self.loop.flow.session)
+                if "actor" in moved:
                     fleet.publish(PolicyVersion(self.loop.step + 1))
-                elif self.engines.group.name in moved:
-                    fleet.catch_up(self.engines.group.ranks)
+                elif "rollout" in moved:
+                    fleet.catch_up(engines.ranks)
             self.loop.flow.rewire(self.loop.flow.config if error else flow)
         if error is not None:
             raise error
@@ -92,8 +89,8 @@ class Steering(NamedTuple):
 
     def _rest(self) -> None:
         """Nothing is being sampled, and the controller has put the last batch away."""
-        fleet = self.loop.flow.fleet
+        session, fleet = self.loop.flow.session, self.loop.flow.fleet
         if fleet.is_open:
-            fleet.stop(self.loop.ask(self.loop.controller.finish()))
+            fleet.stop(session.ask(session.controller.finish()))
             fleet.end_epoch()
-        self.loop.ask(self.loop.controller.trained(self.loop.step))
+        session.ask(session.controller.trained(self.loop.step))

@@ -1,7 +1,12 @@
-"""What the workflows without rollouts have in common: one worker group that reads rows and takes steps.
+"""The workflows without rollouts: one worker group that reads rows and takes steps.
 
-`sft`, `reward_model` and `dpo` say what a row becomes and what a step is; reading, evaluating, checkpoints, resume and
-export are here. Each data rank reads its own part of the data; what it trains on is dealt out by cost.
+    sft            imitate: rows have messages, a prompt and a completion, or a problem and a written solution
+    reward_model   score: rows have a prompt, a `chosen` and a `rejected` answer; it goes into an RL recipe as
+                   `reward_model.model.path`
+    dpo            prefer: the same rows, and the policy itself
+
+They differ in what a row becomes and what a step is (`Kind`). Each data rank reads its own part of the data; what it
+trains on is dealt out by cost. The model that is left in the run folder is where another recipe starts (`model.path`).
 """
 
 from __future__ import annotations
@@ -9,28 +14,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from rill.config import Config, OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_dataset, open_indexed
-from rill.data.chat import PromptEncoder
 from rill.data.loader import LoaderConfig, open_loader
+from rill.data.pairs import encode_pair
 from rill.data.sft import SFTEncoder
 from rill.errors import CheckpointError, ConfigError, DataError
 from rill.journal.checkpoints import RunCheckpoints
-from rill.models.loading import ModelConfig, load_tokenizer
-from rill.models.pictures import load_pictures
+from rill.models.loading import ModelConfig
 from rill.runtime.group import WorkerGroup
-from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import Run, write_atomically
 from rill.training.engine_config import EngineConfig
-from rill.training.preference import PairTrainer
-from rill.training.sft import SFTTrainer
+from rill.training.preference import PairTrainer, PreferenceTrainer, RewardTrainer, open_loss
+from rill.training.score import ScoreModel
+from rill.training.sft import SFTTrainer, open_encoder
 from rill.types import Prompt
 from rill.workflows.config import ClusterConfig, RecipeConfig, Seats
 from rill.workflows.launch import open_cluster
+from rill.workflows.learners import LearningWorker
 from rill.workflows.loop import Observer, StepReport
 from rill.workflows.scorers import rendezvous_of
 
@@ -79,18 +84,16 @@ class Kind(NamedTuple):
     """What the trainer makes steps of, and is evaluated on, of a row."""
 
 
-class SupervisedWorker(Worker):
+class SupervisedWorker(LearningWorker):
     """One rank: reads, trains, and keeps its place in the data."""
+
+    trainer: SFTTrainer | PairTrainer
 
     def __init__(self, *, recipe: SupervisedConfig, kind: Kind) -> None:
         config, data, loop = recipe.trainer, recipe.data, recipe.loop
         self.trainer = kind.open_trainer(config, rendezvous=rendezvous_of(self), device=self.device)
         self._kind = kind
-        # What the trainer skips and counts must reach it.
-        limit = config.micro_batch_tokens if config.on_too_long == "error" else None
-        encoder = PromptEncoder(load_tokenizer(config.model))
-        encoder.pictures = load_pictures(config.model)
-        self.encoder = SFTEncoder(encoder, max_tokens=limit)
+        self.encoder = open_encoder(config)
         world = self.trainer.world
         if loop.batch_size % world.data_size:
             raise ConfigError(
@@ -124,18 +127,13 @@ class SupervisedWorker(Worker):
         return self.trainer.evaluate(self._examples(self.held_out)) if self.held_out else {}
 
     def save(self, folder: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self.trainer.save(folder)
+        super().save(folder)
         if self.trainer.world.leads:
             path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
             write_atomically(path, json.dumps(self.loader.state()))
 
-    @concurrent
-    def wait_saved(self, timeout_s: float) -> None:
-        self.trainer.wait_saved(timeout_s)
-
     def load(self, folder: str) -> None:
-        self.trainer.load(folder)
+        super().load(folder)
         path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
         if not path.exists():  # fewer ranks wrote it: all stood at the same place, so the first one's will do
             path = path.with_name(f"0-{LOADER_FILE}")
@@ -212,8 +210,39 @@ class SupervisedWorkflow:
     def _report(self, step: int, figures: Mapping[str, float], notes: list[str]) -> None:
         report = StepReport(step=step, num_steps=self.config.loop.steps, metrics=figures, notes=tuple(notes))
         notes.clear()  # said once
-        for observer in self.observers:
-            observer(report)
+        report.tell(self.observers)
+
+
+def open_policy(config: PreferenceTrainer.Config, *, device: str, **where: Any) -> PreferenceTrainer:
+    """Each rank holds the whole reference, the policy as it was before the first step, where the loss needs one."""
+    reference = None
+    if open_loss(config.loss).needs_reference:
+        reference = ScoreModel(ScoreModel.Config(model=config.model).following(config), device=device)
+    return PreferenceTrainer(config, reference=reference, device=device, **where)
+
+
+class SFTWorkflow(SupervisedWorkflow):
+    class Config(SupervisedConfig):
+        workflow: Literal["sft"] = "sft"
+        trainer: SFTTrainer.Config
+
+    kind = Kind(SFTTrainer, SFTEncoder.encode)
+
+
+class RewardModelWorkflow(SupervisedWorkflow):
+    class Config(SupervisedConfig):
+        workflow: Literal["reward_model"] = "reward_model"
+        trainer: RewardTrainer.Config
+
+    kind = Kind(RewardTrainer, encode_pair)
+
+
+class DPOWorkflow(SupervisedWorkflow):
+    class Config(SupervisedConfig):
+        workflow: Literal["dpo"] = "dpo"
+        trainer: PreferenceTrainer.Config
+
+    kind = Kind(open_policy, encode_pair)
 
 
 def crosses(step: int, num_steps: int, every: int) -> bool:

@@ -17,12 +17,14 @@ from rill.planning.pilot import Pilot
 from rill.planning.replan import Replanner
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.run import Run
+from rill.workflows import PRELOAD
 from rill.workflows.config import OnlineConfig
-from rill.workflows.fleet import DEATH_S, Engines
+from rill.workflows.fleet import DEATH_S
 from rill.workflows.flow import Flow
-from rill.workflows.launch import PRELOAD, Launcher, open_cluster
+from rill.workflows.launch import Launcher, open_cluster
 from rill.workflows.loop import Loop, Observer, StepReport
 from rill.workflows.rl_config import RLConfig
+from rill.workflows.session import Engines
 from rill.workflows.steering import Steering
 
 log = logging.getLogger(__name__)
@@ -90,18 +92,14 @@ class Workflow(ABC):
         report = StepReport(
             step=step, num_steps=self.config.loop.steps, metrics={}, phase="restart", notes=(note,)
         )
-        for observer in self.observers:
-            observer(report)
+        report.tell(self.observers)
 
     def _train(self, launch: Launcher, pilot: Pilot | None) -> None:
         config, timeout_s = self.config, self.config.loop.step_timeout_s
         controller = launch.controller()
         self.groups(launch)
         launch.ready()
-        fleet = launch.fleet(self.rollout, self.actor)
-        flow = Flow(
-            config.flow, config.loop, controller, fleet, launch.take_turns, launch.flows, launch.channels
-        )
+        flow = Flow(launch.fleet(launch.session(controller, self.rollout, self.actor)))
         checkpoints = RunCheckpoints(
             self.folder,
             launch.trained,
@@ -112,16 +110,9 @@ class Workflow(ABC):
         if pilot is None and isinstance(config, RLConfig):
             pilot = Replanner.of(config, self.folder, launch.cluster.devices)
         with checkpoints:
-            loop = Loop(
-                config.loop,
-                flow,
-                self.step,
-                controller,
-                checkpoints,
-                [*self.observers, lambda report: steering.observe(report)],
-                eval_every=config.eval.every if launch.evals else None,
-            )
-            steering = Steering(launch, loop, self.rollout, self.actor, pilot)
+            loop = Loop(flow, self.step, checkpoints, self.observers)
+            steering = Steering(launch, loop, pilot)
+            loop.observers.append(steering.observe)
             loop.restore()
             controller.start(launch.flows).wait(timeout_s=timeout_s)
             if launch.was_warmed_up:

@@ -3,6 +3,7 @@
 import pytest
 
 from rill.algorithms import PRESETS, Algorithm, AlgorithmConfig, Need
+from rill.algorithms.fit import check_run
 from rill.errors import ConfigError
 from rill.types import SamplingParams
 
@@ -19,7 +20,7 @@ WITHOUT_CRITIC = frozenset(
 
 def check(algorithm, *, provides=WITHOUT_CRITIC, group_size=8, **more):
     built = Algorithm(AlgorithmConfig.model_validate(algorithm))
-    built.check_run(workflow="grpo", provides=provides, group_size=group_size, **more)
+    check_run(built, workflow="grpo", provides=provides, group_size=group_size, **more)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

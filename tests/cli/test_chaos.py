@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
+import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from typer.testing import CliRunner
 
-from rill.cli.chaos import CHAOS_FILE, _batches, _first, _records, _tools
+from rill.cli.chaos import CHAOS_FILE, Harness, _batches, _first, _records, _tools
 from rill.cli.main import app
 from rill.journal.reader import LogReader
 from rill.journal.records import Finished
 from rill.journal.token_log import JournalConfig, TokenLog
+from rill.telemetry.metrics import METRICS_FILE
 from rill.telemetry.run import Run
 from rill.types import StopReason
 
@@ -101,3 +106,58 @@ def test_a_hurt_run_keeps_every_promise(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_hundreds_of_faults_lose_nothing(tmp_path: Path, settings: tuple[str, ...]) -> None:
     hurt(tmp_path, *settings, "--faults", "300", "--every", "1", "--timeout", "6000")
+
+
+class OneStepASecond:
+    """A run of `num_steps`, as the harness sees it; time passes while it is waited for."""
+
+    def __init__(self, path: Path, num_steps: int) -> None:
+        self.path, self.process = path, self
+        self._time_s, self._num_steps = 0.0, num_steps
+        self.num_kills = self.num_resumed = 0
+        self.everybody: dict[int, psutil.Process] = {}
+        self._is_dying = self._is_dead = False
+
+    def kill(self) -> None:
+        """The kernel takes a moment for it."""
+        self._is_dying = True
+
+    def resume(self) -> None:
+        self._is_dying = self._is_dead = False
+        self.num_resumed += 1
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        if self._is_dying and timeout_s is None:
+            self._is_dead = True
+        if self._is_dead:
+            return -signal.SIGKILL
+        assert timeout_s is not None
+        self._time_s += timeout_s
+        done = range(min(self._num_steps, int(self._time_s)))
+        rows = [json.dumps({"step": step + 1, "time_s": 0.0, "values": {}}) for step in done]
+        (self.path / METRICS_FILE).write_text("".join(f"{row}\n" for row in rows))
+        if len(done) < self._num_steps:
+            raise subprocess.TimeoutExpired("rill", timeout_s)
+        return 0
+
+    def workers(self) -> dict[str, OneStepASecond]:
+        return {"rollout[0]": self}
+
+    def send_signal(self, number: int) -> None:
+        self.num_kills += number == signal.SIGKILL
+
+
+def test_all_faults_come_before_the_run_ends_where_its_steps_allow_it(tmp_path: Path) -> None:
+    run = OneStepASecond(tmp_path, num_steps=200)
+    done = Harness(run, random.Random(1), ["kill"], 10.0, 200).run(80, 3600)  # type: ignore[arg-type]
+    assert len(done) == run.num_kills == 80
+    run = OneStepASecond(tmp_path, num_steps=200)
+    done = Harness(run, random.Random(1), ["kill"], 10.0, 200).run(5, 3600)  # type: ignore[arg-type]
+    assert len(done) == 5
+
+
+def test_a_killed_driver_is_resumed_before_anything_else_is_done_to_the_run(tmp_path: Path) -> None:
+    run = OneStepASecond(tmp_path, num_steps=100)
+    done = Harness(run, random.Random(1), ["driver", "kill"], 2.0, 100).run(40, 3600)  # type: ignore[arg-type]
+    num_drivers = sum(fault.kind == "driver" for fault in done)
+    assert len(done) == 40 and run.num_resumed == num_drivers > 0

@@ -37,21 +37,9 @@ def test_no_gpu_is_a_warning_only_where_there_should_be_one() -> None:
 
 def test_an_absent_extra_comes_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    finding = doctor._extra("ray", deep=False)
+    finding = doctor._extra("ray")
     assert finding.state is State.ABSENT
     assert 'pip install "rill[ray]"' in finding.advice
-
-
-def test_an_extra_that_does_not_import_is_found_by_a_deep_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    finding = doctor._extra("wandb", deep=True, run=lambda module: "ImportError: no glibc")
-    assert finding.state is State.WARNING
-    assert "no glibc" in finding.found
-
-
-def test_an_import_is_tried_in_a_process_of_its_own() -> None:
-    assert doctor._import_failure("json") == ""
-    assert "No module named 'no_such_module'" in doctor._import_failure("no_such_module")
 
 
 def test_a_missing_core_library_is_broken_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +70,23 @@ def test_a_machine_without_a_compiler_is_told_what_it_misses(monkeypatch: pytest
 
 
 def test_a_machine_without_a_sandbox_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rill.envs.sandbox.bubblewrap.missing", lambda: "apt install bubblewrap")
+    monkeypatch.setattr("rill.envs.sandbox.missing", lambda: "apt install bubblewrap")
     finding = doctor._sandbox()
     assert finding.state is State.WARNING and "apt install bubblewrap" in finding.advice
+
+
+def test_containers_that_cannot_be_had_are_absent_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finding = doctor._containers()
+    assert finding.state is State.ABSENT and "apt install podman" in finding.advice
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
+    docker.chmod(0o755)
+    assert "docker does not answer (Cannot connect" in doctor._containers().advice
+    docker.write_text("#!/bin/sh\n")
+    assert doctor._containers() == doctor.Finding("containers", State.OK, "docker")
 
 
 def test_a_missing_system_package_comes_with_the_line_that_installs_it(

@@ -13,12 +13,14 @@ from rill.cli.main import app
 from rill.planning.plan import Plan
 from rill.planning.profile import Profile
 
+RECIPE = str(Path(__file__).parents[1] / "e2e" / "tiny.toml")
 GRAPH = """
+[graph]
 batch = 64
 nodes = ["rollout", "actor"]
-[edges]
+[graph.edges]
 "rollout -> actor" = 1000.0
-[syncs]
+[graph.syncs]
 "actor -> rollout" = 1e9
 """
 
@@ -52,8 +54,11 @@ onload_s = 0.2
 @pytest.fixture(autouse=True)
 def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("g.toml").write_text(GRAPH)
-    Path("p.toml").write_text(PROFILE)
+    Path("p.toml").write_text(PROFILE + GRAPH)
+
+
+PROFILED = (RECIPE, "-p", "p.toml", "--other-ok")
+"""The profile is of a model that is not at hand."""
 
 
 def run(*arguments: str, exit_code: int = 0) -> str:
@@ -63,83 +68,71 @@ def run(*arguments: str, exit_code: int = 0) -> str:
 
 
 def test_a_plan_is_printed_and_written() -> None:
-    said = run("plan", "g.toml", "-p", "p.toml", "-n", "8", "-o", "plan.toml")
+    said = run("plan", *PROFILED, "-n", "8", "-o", "plan.toml")
     plan = Plan.load("plan.toml")
     assert plan.structure in said
     assert "held-out error" in said
     assert "not split" in said or "not shared" in said
-    assert (
-        json.loads(run("plan", "g.toml", "-p", "p.toml", "-n", "8", "--json"))["structure"] == plan.structure
-    )
+    assert json.loads(run("plan", *PROFILED, "-n", "8", "--json"))["structure"] == plan.structure
 
 
 def test_the_graph_is_drawn() -> None:
-    assert "flowchart LR" in run("plan", "g.toml", "--graph", "mermaid")
+    assert "flowchart LR" in run("plan", *PROFILED, "-n", "2", "--graph", "mermaid")
 
 
-def test_pins_modes_and_lags_are_obeyed() -> None:
-    said = run(
-        "plan", "g.toml", "-p", "p.toml", "-n", "8", "--pin", "actor=6-7", "--mode", "split", "--lag", "1"
-    )
-    assert "6-7" in said
-    assert "error" in run("plan", "g.toml", "-p", "p.toml", "-n", "8", "--pin", "actor", exit_code=2)
+def test_placements_and_modes_are_obeyed() -> None:
+    assert "6-7" in run("plan", *PROFILED, "placement.actor=6-7", "-n", "8", "--mode", "split")
 
 
 def test_profiles_are_merged_and_saved() -> None:
-    run("plan", "g.toml", "-p", "p.toml", "-p", "p.toml", "-n", "2", "--save-profile", "both.toml")
+    run("plan", *PROFILED, "-p", "p.toml", "-n", "2", "--save-profile", "both.toml")
     assert len(Profile.load("both.toml").workers["actor"].options["gpu1"].items) == 6
 
 
 def test_a_profile_of_another_version_is_refused_or_marked() -> None:
-    Path("old.toml").write_text(PROFILE.replace(f'version = "{rill.__version__}"', 'version = "0.0.0"'))
-    assert "--other-ok" in run("plan", "g.toml", "-p", "old.toml", "-n", "2", exit_code=2)
+    old = PROFILE.replace(f'version = "{rill.__version__}"', 'version = "0.0.0"')
+    Path("old.toml").write_text(old + GRAPH)
+    assert "--other-ok" in run("plan", RECIPE, "-p", "old.toml", "-n", "2", exit_code=2)
     assert "mind: the profile's version is '0.0.0'" in run(
-        "plan", "g.toml", "-p", "old.toml", "-n", "2", "--other-ok"
+        "plan", RECIPE, "-p", "old.toml", "-n", "2", "--other-ok"
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["g.toml", "-p", "p.toml"], "how many devices"),
-        (["g.toml", "-n", "2"], "is a graph: give a profile"),
-        (["g.toml", "-p", "p.toml", "-n", "tpu=2"], "no worker was measured on tpu"),
-        (["g.toml", "-p", "p.toml", "-n", "0"], "at least one device"),
-        (["g.toml", "-p", "p.toml", "-n", "2", "--pin", "actor=0-3"], "pinned to 4 devices"),
-        (["nothing", "-p", "p.toml", "-n", "2"], "no recipe, run or graph file"),
+        ([*PROFILED, "-n", "tpu=2"], "no worker was measured on tpu"),
+        ([*PROFILED, "-n", "0"], "at least one device"),
+        ([*PROFILED, "-n", "two"], "write a number for each kind"),
+        ([*PROFILED, "-n", "2", "placement.actor=0-3"], "placement"),
+        (["nothing", "-p", "p.toml", "-n", "2"], "is no recipe or run"),
     ],
 )
 def test_bad_input_is_explained(arguments: list[str], words: str) -> None:
     assert words in run("plan", *arguments, exit_code=2)
 
 
-def test_a_recipe_is_planned_from_a_profile_that_knows_its_graph_and_one_without_says_so() -> None:
-    recipe = str(Path(__file__).parents[1] / "e2e" / "tiny.toml")
-    graph = '[graph]\nbatch = 64\nnodes = ["rollout", "actor"]\n[graph.edges]\n"rollout -> actor" = 1000.0\n'
-    Path("traced.toml").write_text(graph + PROFILE)
-    said = run("plan", recipe, "placement.actor=0", "-p", "traced.toml", "-n", "4", "--other-ok", "--json")
-    assert json.loads(said)["batch"] == 4  # the recipe's prompts
-    assert json.loads(said)["workers"]["actor"]["devices"] == "0"  # and its own placement
-    assert "[graph]" in run("plan", recipe, "-p", "p.toml", "-n", "gpu=4", "--other-ok", exit_code=2)
+def test_a_profile_without_a_graph_says_so_and_the_batch_and_the_placement_are_the_recipes() -> None:
+    said = run("plan", *PROFILED, "placement.actor=0", "-n", "4", "--json")
+    assert json.loads(said)["batch"] == 4  # its prompts
+    assert json.loads(said)["workers"]["actor"]["devices"] == "0"
+    Path("bare.toml").write_text(PROFILE)
+    assert "[graph]" in run("plan", RECIPE, "-p", "bare.toml", "-n", "gpu=4", "--other-ok", exit_code=2)
 
 
 def test_scaling_is_simulated_and_drawn() -> None:
-    said = run(
-        "simulate", "g.toml", "-p", "p.toml", "-n", "64", "--from", "2", "--svg", "s.svg", "--steps", "2"
-    )
+    said = run("simulate", *PROFILED, "-n", "64", "--from", "2", "--svg", "s.svg", "--steps", "2")
     assert "knee" in said
     assert Path("s.svg").read_text().startswith("<svg")
-    values = json.loads(run("simulate", "g.toml", "-p", "p.toml", "-n", "8", "--from", "4", "--json"))
+    values = json.loads(run("simulate", *PROFILED, "-n", "8", "--from", "4", "--json"))
     assert [size["devices"] for size in values["sizes"]] == [4, 8]
 
 
 def test_a_plans_own_file_is_simulated_in_bad_weather() -> None:
-    run("plan", "g.toml", "-p", "p.toml", "-n", "8", "--mode", "split", "-o", "plan.toml")
-    calm = json.loads(run("simulate", "g.toml", "-p", "p.toml", "-n", "8", "--plan", "plan.toml", "--json"))
+    run("plan", *PROFILED, "-n", "8", "--mode", "split", "-o", "plan.toml")
+    calm = json.loads(run("simulate", *PROFILED, "-n", "8", "--plan", "plan.toml", "--json"))
     rough = json.loads(
-        run("simulate", "g.toml", "-p", "p.toml", "-n", "8", "--plan", "plan.toml", "--slow", "1:3", "--json")
+        run("simulate", *PROFILED, "-n", "8", "--plan", "plan.toml", "--slow", "1:3", "--json")
     )
     assert sum(rough["step_s"]) > sum(calm["step_s"])
-    assert "SHARE:FACTOR" in run(
-        "simulate", "g.toml", "-p", "p.toml", "-n", "8", "--slow", "a:b", exit_code=2
-    )
+    assert "SHARE:FACTOR" in run("simulate", *PROFILED, "-n", "8", "--slow", "a:b", exit_code=2)

@@ -18,7 +18,7 @@ from rill.errors import ConfigError, DataError, GuardError, MissingExtraError, M
 from rill.types import Prompt, Trajectory
 from rill.workflows import recipe_schema
 from rill.workflows.config import RecipeConfig
-from rill.workflows.controller import check_some_succeeded
+from rill.workflows.evaluation import Evaluation
 from rill.workflows.records import Outcome
 from tests.e2e.faults import foreign_tokenizer
 
@@ -167,8 +167,11 @@ def test_a_row_too_long_to_imitate_is_told(tmp_path: Path) -> None:
 
 
 def test_a_first_evaluation_in_which_all_fails_ends_the_run() -> None:
+    evaluation = Evaluation({})
+    evaluation.check_some_succeeded()
     failed = Outcome(index=0, purpose="held_out", rewards=(math.nan,), error="KeyError: 'x' (mine.py:3)")
+    evaluation.collect(failed)
     with pytest.raises(GuardError, match="mine.py:3"):
-        check_some_succeeded([failed, failed])
-    check_some_succeeded([failed, Outcome(index=1, purpose="held_out", rewards=(0.0,))])
-    check_some_succeeded([])
+        evaluation.check_some_succeeded()
+    evaluation.collect(Outcome(index=1, purpose="held_out", rewards=(0.0,)))
+    evaluation.check_some_succeeded()

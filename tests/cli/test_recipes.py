@@ -30,10 +30,6 @@ def test_recipes_are_listed_with_what_they_do() -> None:
     )
 
 
-def test_a_recipe_is_shown_as_it_is_written() -> None:
-    assert run("recipes", "show", "small") == "# A small run\nsteps = 3\n"
-
-
 def test_a_copy_is_ones_own_and_never_overwrites() -> None:
     run("recipes", "copy", "small", "mine")
     assert Path("recipes/mine.toml").read_text() == "# A small run\nsteps = 3\n"

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from rill.data.curriculum import Curriculum, CurriculumConfig
-from rill.errors import CheckpointError, DataError
+from rill.errors import CheckpointError
 from rill.types import Prompt
 
 
@@ -39,7 +39,7 @@ def test_draws_move_to_where_half_of_the_answers_are_right() -> None:
     success = {0.0: 1.0, 1.0: 0.5, 2.0: 0.05, 3.0: 0.0}
     for _ in range(60):
         for prompt in curriculum.next(8):
-            curriculum.report(prompt, success[prompt.difficulty or 0.0])
+            curriculum.learn(0, prompt, success[prompt.difficulty or 0.0])
     chances = curriculum.chances()
     assert chances[1] == max(chances) and chances[1] > 0.6
     assert min(chances) >= 0.05 / 4 - 1e-9 and sum(chances) == pytest.approx(1.0)
@@ -47,7 +47,7 @@ def test_draws_move_to_where_half_of_the_answers_are_right() -> None:
     # When the policy has learned that pool, the next one takes its place.
     for _ in range(400):
         for prompt in curriculum.next(4):
-            curriculum.report(prompt, {0.0: 1.0, 1.0: 1.0, 2.0: 0.5, 3.0: 0.0}[prompt.difficulty or 0.0])
+            curriculum.learn(0, prompt, {0.0: 1.0, 1.0: 1.0, 2.0: 0.5, 3.0: 0.0}[prompt.difficulty or 0.0])
     assert curriculum.chances()[2] == max(curriculum.chances())
 
 
@@ -55,7 +55,7 @@ def test_a_prompt_that_is_always_right_is_set_aside_and_comes_back() -> None:
     curriculum = Curriculum(Graded(size=6, levels=1), CurriculumConfig(pools=1, patience=2, rest=30))
     easy = curriculum.dataset[0]
     for _ in range(2):
-        curriculum.report(easy, 1.0)
+        curriculum.learn(0, easy, 1.0)
     assert "0" not in {p.id for p in curriculum.next(25)}
     assert curriculum.metrics()["curriculum/set_aside"] > 0
     assert "0" in {p.id for p in curriculum.next(30)}
@@ -64,7 +64,7 @@ def test_a_prompt_that_is_always_right_is_set_aside_and_comes_back() -> None:
 def test_a_pool_of_which_all_prompts_rest_is_still_asked() -> None:
     curriculum = Curriculum(Graded(size=3, levels=1), CurriculumConfig(pools=1, patience=1))
     for index in range(3):
-        curriculum.report(curriculum.dataset[index], 0.0)
+        curriculum.learn(index, curriculum.dataset[index], 0.0)
     assert len(curriculum.next(5)) == 5
 
 
@@ -74,7 +74,7 @@ def test_it_resumes_with_the_very_next_draw() -> None:
         for _ in range(count):
             prompt = curriculum.next(1)[0]
             ids.append(prompt.id)
-            curriculum.report(prompt, (len(prompt.id) + int(prompt.id)) % 3 / 2)
+            curriculum.learn(0, prompt, (len(prompt.id) + int(prompt.id)) % 3 / 2)
         return ids
 
     straight = Curriculum(Graded(), CurriculumConfig(pools=4, seed=7))
@@ -86,10 +86,15 @@ def test_it_resumes_with_the_very_next_draw() -> None:
         Curriculum(Graded(levels=2), CurriculumConfig(pools=4)).load_state(straight.state())
 
 
-def test_a_success_outside_its_range_is_refused() -> None:
-    curriculum = Curriculum(Graded())
-    with pytest.raises(DataError, match="between 0 and 1"):
-        curriculum.report(curriculum.dataset[0], 1.5)
+def test_what_groups_teach_counts_in_the_order_of_admission_whichever_finished_first() -> None:
+    def draws(order: list[int]) -> list[str]:
+        curriculum = Curriculum(Graded(), CurriculumConfig(pools=4, memory=0.5))
+        prompts = curriculum.next(8)
+        for index in order:
+            curriculum.learn(index, prompts[index], (index % 3) / 2)
+        return [prompt.id for prompt in curriculum.next(50)]
+
+    assert draws([0, 1, 2, 3, 4, 5, 6, 7]) == draws([5, 2, 7, 0, 1, 6, 3, 4])
 
 
 def test_prompts_without_difficulty_make_one_pool() -> None:
@@ -104,8 +109,8 @@ def test_what_is_remembered_of_prompts_is_short_and_only_of_those_it_matters_for
     long = [Prompt(id=str(n), text=f"{n}?" + "x" * 5_000, difficulty=0.0) for n in range(3)]
     curriculum = Curriculum(long, CurriculumConfig(pools=1))
     for prompt, success in zip(long, (1.0, 0.5, 0.0), strict=True):
-        curriculum.report(prompt, success)
+        curriculum.learn(0, prompt, success)
     records = curriculum.state()["records"]
     assert len(records) == 2 and all(len(key) == 16 for key in records)
-    curriculum.report(long[0], 0.5)
+    curriculum.learn(0, long[0], 0.5)
     assert len(curriculum.state()["records"]) == 1

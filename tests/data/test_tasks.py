@@ -86,10 +86,10 @@ def test_columns_read_like_on_paper_and_are_equally_wide() -> None:
     assert worked_steps([52, 7], ["-"], [(52, "-", 7, 45)]) == ("12-7-0=5", "05-0-1=4")
 
 
-def test_digits_spaces_and_reversed_answers() -> None:
-    dataset = opened("arithmetic", digits=(3, 3), spaces=True, reverse_answer=True)
+def test_digits_and_reversed_answers() -> None:
+    dataset = opened("arithmetic", digits=(3, 3), reverse_answer=True)
     for prompt in prompts_of(dataset, 20):
-        left, right = re.fullmatch(r"(\d{3}) \+ (\d{3}) =", prompt.text or "").groups()  # type: ignore[union-attr]
+        left, right = re.fullmatch(r"(\d{3})\+(\d{3})=", prompt.text or "").groups()  # type: ignore[union-attr]
         assert prompt.answer == str(int(left) + int(right))[::-1]
 
 

@@ -47,7 +47,7 @@ class WrongLogprobs(SingleTurn):
 
 
 class Turncoat(SingleTurn):
-    """An environment that changes its mind about what is good, and how long answers may be, after ten steps."""
+    """An environment that changes its mind about what is good, and how long answers may be, after four steps."""
 
     class Config(SingleTurn.Config):
         type: Literal["tests.e2e.faults:Turncoat"]  # type: ignore[assignment]
@@ -56,8 +56,8 @@ class Turncoat(SingleTurn):
 
     async def run(self, task: Prompt, agents: Agents) -> float:  # type: ignore[override]
         self.num_begun += 1
-        is_early = self.num_begun <= 10 * EPISODES_PER_STEP
-        await agents.policy.generate(task, max_new_tokens=3 if is_early else 12)
+        is_early = self.num_begun <= 4 * EPISODES_PER_STEP
+        await agents.policy.generate(task, max_new_tokens=1 if is_early else 12)
         return 0.01 * (self.num_begun % 2) + (0.0 if is_early else 1.0)
 
 

@@ -15,6 +15,7 @@ from rill.cli.main import app
 from rill.dashboard import indexer
 from rill.errors import GuardError, RunError, StuckError
 from rill.telemetry.jsonl import read_lines
+from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import RunStatus
 from tests.e2e.faults import foreign_tokenizer
 from tests.e2e.tiny import RECIPE, as_command, resolved
@@ -44,7 +45,7 @@ def test_a_constant_reward_logprobs_that_are_not_the_engines_and_a_full_disk_are
     assert findings["no signal"]["step"] == 2, "it speaks after two steps in a row"
     assert (findings["disk"]["step"], findings["disk"]["action"]) == (1, "pause")
     assert findings["memory"]["step"] == 0
-    assert findings["no update"]["step"] == findings["truncated answers"]["step"] == 3
+    assert findings["no update"]["step"] == findings["truncated answers"]["step"] == 2
     assert "disk/checkpoints_left is well again" in run.log_path.read_text()
     assert "**Group size?**\n4 samples a prompt" in (run.path / "run_card.md").read_text()
     printed = capfd.readouterr().out
@@ -72,7 +73,7 @@ def test_a_hanging_reward_is_counted_and_named_and_the_run_goes_on(tmp_path: Pat
         "loop.checkpoint_every=0",
     )
     findings = {finding["guard"]: finding for finding in read_lines(run.path / "guards.jsonl")}
-    assert "failing rewards" in findings
+    assert findings["failing rewards"]["step"] == 2
     assert run.state().status is RunStatus.FINISHED
 
 
@@ -188,10 +189,16 @@ PLANTED = {
     "log-probabilities of another policy": (
         (
             "rollout.env.type=tests.e2e.faults:WrongLogprobs",
-            "rollout.env.factor=3",
+            "rollout.env.factor=4",
             "algorithm.correction=mis",
         ),
-        {"effective samples": 2, "mismatch tail": 2, "masked tokens": 2},
+        {
+            "effective samples": 2,
+            "mismatch tail": 2,
+            "mismatch kl": 2,
+            "mismatch max": 2,
+            "masked tokens": 2,
+        },
     ),
     "a group that takes six steps where one is allowed": (
         (
@@ -202,16 +209,16 @@ PLANTED = {
             "placement.rollout=0",
             "placement.actor=1",
         ),
-        {"lag": 12},
+        {"lag": 12},  # where the late group is trained on, to the step: see the test
     ),
     "a temperature of almost 0 and a tool that nobody calls": (
         (
             "data.type=vault",
             "rollout.env.type=vault",
             "rollout.sampling={temperature=1e-6,max_new_tokens=80}",
-            "loop.steps=5",
+            "loop.steps=3",
         ),
-        {"no signal": 2, "repetition": 2, "tools never called": 3, "entropy collapse": 5},
+        {"no signal": 2, "repetition": 2, "tools never called": 2, "entropy collapse": 2},
     ),
     "a learning rate far too high": (
         ("trainer.optimizer.learning_rate=0.5", "trainer.num_mini_batches=4", "loop.steps=3"),
@@ -222,10 +229,10 @@ PLANTED = {
         {"clipped updates": 2},
     ),
     "a reward and a length that change at once": (
-        ("rollout.env.type=tests.e2e.faults:Turncoat", "loop.steps=13"),
-        {"reward jump": 12, "length drift": 12},
+        ("rollout.env.type=tests.e2e.faults:Turncoat", "loop.steps=6"),
+        {"reward jump": 6, "length drift": 6},
     ),
-    "answers of one token": (("rollout.sampling.max_new_tokens=1",), {"empty answers": 3}),
+    "answers of one token": (("rollout.sampling.max_new_tokens=1",), {"empty answers": 2}),
 }
 """Settings, and the guards that name them with the latest step by which they do."""
 
@@ -240,3 +247,6 @@ def test_what_is_planted_is_named_by_its_guards(tmp_path: Path, fault: str) -> N
     }
     for guard, latest in expected.items():
         assert found.get(guard, 1 << 30) <= latest, (guard, found)
+    if "lag" in expected:
+        late = [row.step for row in read_metrics(run.path) if row.values.get("lag/max", 0.0) > 1]
+        assert found["lag"] == late[0]

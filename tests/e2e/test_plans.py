@@ -8,6 +8,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from rill.cli.main import app
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
+from rill.errors import PlanError
 from rill.planning.plan import Plan
 from rill.planning.profile import Points, Profile, WorkerProfile
 from rill.planning.profiler import schedule
@@ -109,6 +111,26 @@ def test_a_plan_of_another_recipe_machine_or_batch_is_refused() -> None:
         other = resolved(RECIPE, overrides)
         with pytest.raises(Exception, match=says):
             check_follows(plan, other)
+
+
+def test_engines_that_span_two_devices_are_placed_two_by_two() -> None:
+    spread = ["cluster.devices=5", "algorithm.kl.coefficient=0.05", "rollout.engine.tensor_parallel_size=2"]
+    config = resolved(RECIPE, spread)
+    known = profile(config, {"rollout": 1.0, "reference": 0.1, "actor": 0.5})
+    with pytest.raises(PlanError, match=r"a replica of rollout has 2 devices .*tensor_parallel_size.*\[1\]"):
+        problem_of(config, {}, known, devices_of(config))
+    points = msgspec.structs.replace(known.workers["rollout"].options["cpu1"], parallel=2)
+    workers = known.workers | {"rollout": WorkerProfile(options={"cpu2": points}, streams=True)}
+    problem = problem_of(config, {}, msgspec.structs.replace(known, workers=workers), devices_of(config))
+    shared, split = (Plan.of(problem, search(problem, mode)) for mode in (Mode.SHARED, Mode.SPLIT))
+    placed, _ = recipe_with(shared, *spread)
+    assert (placed.placement.rollout, placed.placement.actor) == ("0-3:0-1", "0-3")
+    assert recipe_with(split, *spread)[0].placement.rollout == "0-1:0"
+    check_follows(split, config)
+    with pytest.raises(PlanError, match="2 devices to a replica of rollout, the recipe has 1"):
+        check_follows(split, resolved(RECIPE, spread[:2]))
+    counts = {trial.num_devices for trial in schedule(32, 8, 1, fewest=4)}
+    assert counts == {8, 4}
 
 
 def test_a_profile_visits_all_devices_first_and_every_size_on_each() -> None:

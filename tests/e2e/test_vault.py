@@ -44,7 +44,7 @@ def test_the_same_weights_come_of_a_built_in_tool_a_black_box_agent_and_an_mcp_s
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_tool_that_is_needed_is_learnt_by_step_40(tmp_path: Path, seed: int) -> None:
+def test_a_tool_that_is_needed_is_learnt_by_step_24(tmp_path: Path, seed: int) -> None:
     config = resolved(RECIPE, (f"seed={seed}",))
     run = Run.create("vault", root=tmp_path, config_toml=dump_config(config))
     carry_out(config, run)
@@ -52,6 +52,6 @@ def test_a_tool_that_is_needed_is_learnt_by_step_40(tmp_path: Path, seed: int) -
     rewards = [values["reward/mean"] for values in rows if "reward/mean" in values]
     held_out = [values["eval/accuracy"] for values in rows if "eval/accuracy" in values]
     assert held_out[0] < 0.1 and held_out[-1] >= 0.95, held_out
-    assert sum(rewards[-3:]) / 3 >= 0.95, rewards[::10]
+    assert sum(rewards[-6:]) / 6 >= 0.95, rewards[::6]
     calls = [values["rollout/tool_calls"] for values in rows if "rollout/tool_calls" in values]
     assert calls[-1] > 1.5 > calls[0]

@@ -28,11 +28,12 @@ def call(name: str = "price", **arguments: Any) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-async def shop(task: Prompt, agents: Agents) -> float:
-    async def price(item: str) -> int:
-        """What an item costs."""
-        return PRICES[item]
+async def price(item: str) -> int:
+    """What an item costs."""
+    return PRICES[item]
 
+
+async def shop(task: Prompt, agents: Agents) -> float:
     reply = await agents.policy.act(task.messages, tools=[price])
     return float(str(task.answer) in reply.text)
 
@@ -56,6 +57,17 @@ async def test_a_tool_task_is_played_with_exact_tokens() -> None:
     for turn in sample.turns:
         assert sample.loss_mask[turn.start : turn.end].all() == (turn.role == "assistant")
     assert sample.turns[1].metadata["tools"] == [{"name": "price", "ok": True}]
+
+
+async def test_what_act_is_told_holds_for_every_turn() -> None:
+    async def run(task: Prompt, agents: Agents) -> float:
+        await agents.policy.act(task.messages, [price], stop=["!"], is_trained=False)
+        return 1.0
+
+    policy = hermes(call(item="tea"), "It costs 42.")
+    (sample,) = (await episode_of(run, policy)).samples
+    assert [sampling.stop for sampling in policy.sampling] == [("!",), ("!",)]
+    assert not sample.loss_mask.any()
 
 
 async def test_tools_that_are_offered_and_never_called_are_told() -> None:
@@ -233,26 +245,3 @@ class TestReplay:
         (key,) = log.events
         log.record(key, BEGUN)
         assert (await episode_of(run, hermes("a"), log=log)).reward == 1.0
-
-
-class TestBaseUrl:
-    async def test_is_opened_once_and_closed_with_the_episode(self) -> None:
-        class Endpoint:
-            def __init__(self) -> None:
-                self.events: list[str] = []
-
-            def open(self, agent: Any) -> str:
-                self.events.append(f"open {agent.name}")
-                return "http://here/v1"
-
-            def close(self, agent: Any) -> None:
-                self.events.append(f"close {agent.name}")
-
-        async def run(task: Prompt, agents: Agents) -> float:
-            assert agents.policy.base_url == agents.policy.base_url == "http://here/v1"
-            await agents.policy.generate(task)
-            return 1.0
-
-        endpoint = Endpoint()
-        await episode_of(run, hermes("a"), endpoint=endpoint)
-        assert endpoint.events == ["open policy", "close policy"]

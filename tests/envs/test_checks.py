@@ -6,12 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from rill.envs.sandbox import bubblewrap, open_sandbox
+from rill.envs.sandbox import missing, open_sandbox
 from rill.envs.sandbox.checks import Checkers, Verdict
 
-pytestmark = pytest.mark.skipif(
-    bubblewrap.missing() is not None, reason=f"no sandbox here: {bubblewrap.missing()}"
-)
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no sandbox here: {missing()}")
 
 Judge = Callable[..., Awaitable[Verdict]]
 

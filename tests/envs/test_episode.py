@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -291,6 +293,25 @@ async def test_rewards_by_turn_reach_the_tokens() -> None:
     (sample,) = episode.samples
     assert sample.reward == 1.5 and sample.rewards is not None
     assert np.flatnonzero(sample.rewards).tolist() == [7, 11] and sample.rewards.sum() == 1.5
+
+
+async def test_an_episode_that_is_over_is_freed_at_once() -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    async def run(task: Prompt, agents: Agents) -> float:
+        reply = await agents.policy.say([Message(role="user", content="?")])
+        kept.extend((weakref.ref(agents), weakref.ref(agents.policy), weakref.ref(reply)))
+        return 1.0
+
+    env, was_enabled = playing(run), gc.isenabled()
+    gc.disable()
+    try:
+        await play(env, Scripted("1"))
+        await asyncio.sleep(0)
+        assert [alive() for alive in kept] == [None, None, None]
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 async def test_a_function_is_an_environment() -> None:

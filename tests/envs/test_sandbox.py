@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from rill.envs.rewards.code import CodeReward
-from rill.envs.sandbox import Limits, Sandbox, SandboxError, SandboxPool, bubblewrap, open_sandbox
+from rill.envs.sandbox import Limits, Sandbox, SandboxError, SandboxPool, bubblewrap, missing, open_sandbox
 from rill.errors import UnsupportedError
 
-pytestmark = pytest.mark.skipif(
-    bubblewrap.missing() is not None, reason=f"no sandbox here: {bubblewrap.missing()}"
-)
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no sandbox here: {missing()}")
 
 QUICK = Limits(
     exec_s=20.0, memory_bytes=512 * 2**20, output_bytes=100_000, disk_bytes=4 * 2**20, file_bytes=2**20

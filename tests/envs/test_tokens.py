@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from rill.envs.tokens import TokenTree, chain_of, chain_start, check_completion
+from rill.envs.tokens import TokenTree
 from rill.errors import InvalidSampleError
-from rill.types import Message, Trajectory
+from rill.inference.base import Completion
+from rill.types import Trajectory
 from tests.envs.scripted import completion
 
 
@@ -118,15 +117,33 @@ class TestRewards:
 
 
 def test_what_no_engine_may_say_is_refused() -> None:
+    def sampled(said: Completion) -> None:
+        tree = TokenTree()
+        tree.sample(tree.observe(None, ids(1), role="prompt"), said, "", is_trained=True)
+        samples(tree)
+
     with pytest.raises(InvalidSampleError, match="version -1"):
-        check_completion(completion([2], version=-1))
+        sampled(completion([2], version=-1))
     bad = completion([2, 3])
     object.__setattr__(bad, "logprobs", np.array([0.0, np.nan], dtype=np.float32))
     with pytest.raises(InvalidSampleError, match="not finite"):
-        check_completion(bad)
+        sampled(bad)
     object.__setattr__(bad, "logprobs", np.zeros(1, dtype=np.float32))
     with pytest.raises(InvalidSampleError, match="1 log-probabilities"):
-        check_completion(bad)
+        sampled(bad)
+
+
+def test_paths_that_part_leave_each_others_tokens_alone() -> None:
+    tree = TokenTree()
+    prompt = ids(1, 2)
+    root = tree.observe(None, prompt, role="prompt")
+    one = tree.observe(root, ids(3), role="user")
+    seen = one.all_ids()
+    other = tree.observe(root, ids(4), role="user")
+    ends = [tree.observe(node, ids(*range(10, 10 + 400)), role="user") for node in (one, other, one)]
+    assert seen.tolist() == one.all_ids().tolist() == [1, 2, 3] and prompt.tolist() == [1, 2]
+    assert [end.all_ids().tolist()[:4] for end in ends] == [[1, 2, 3, 10], [1, 2, 4, 10], [1, 2, 3, 10]]
+    assert all(end.all_ids().tolist()[3:] == list(range(10, 410)) for end in ends)
 
 
 def test_routed_experts_are_laid_along_the_tokens() -> None:
@@ -137,19 +154,3 @@ def test_routed_experts_are_laid_along_the_tokens() -> None:
     tree.sample(tree.observe(said, ids(9), role="tool"), completion([5]), "", is_trained=True)
     experts = samples(tree)[0].routed_experts
     assert experts is not None and experts[:, 0, 0].tolist() == [7, 7, 7, 7, -1, -1]
-
-
-def test_a_conversation_is_recognised_however_a_client_writes_it() -> None:
-    def call(arguments: object, name: str = "f", ident: str = "1") -> Message:
-        return Message(
-            role="assistant",
-            content="",
-            tool_calls=({"id": ident, "function": {"name": name, "arguments": arguments}},),
-        )
-
-    start = chain_start([])
-    known = chain_of(start, call({"a": 1, "b": 2}))
-    assert chain_of(start, call(json.dumps({"b": 2, "a": 1}), ident="2")) == known
-    assert chain_of(start, call({"a": 1, "b": 3})) != known
-    assert chain_of(start, call({"a": 1, "b": 2}, name="g")) != known
-    assert chain_of(chain_start([{"function": {"name": "f"}}]), call({"a": 1, "b": 2})) != known

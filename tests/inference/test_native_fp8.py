@@ -26,15 +26,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "head_dim": 128, "initializer_range": 0.05}
 
 WIDE_GAPS = {
-    ("qwen2", "quantization"): 0.150,
+    ("qwen2", "quantization"): 0.130,
     ("qwen2", "kv_cache_dtype"): 0.0545,
-    ("qwen2", "quantization", "kv_cache_dtype"): 0.160,
-    ("qwen3", "quantization"): 0.131,
+    ("qwen2", "quantization", "kv_cache_dtype"): 0.162,
+    ("qwen3", "quantization"): 0.136,
     ("qwen3", "kv_cache_dtype"): 0.0507,
-    ("qwen3", "quantization", "kv_cache_dtype"): 0.139,
-    ("gemma2", "quantization"): 0.155,
+    ("qwen3", "quantization", "kv_cache_dtype"): 0.153,
+    ("gemma2", "quantization"): 0.158,
     ("gemma2", "kv_cache_dtype"): 0.0824,
-    ("gemma2", "quantization", "kv_cache_dtype"): 0.199,
+    ("gemma2", "quantization", "kv_cache_dtype"): 0.188,
 }
 """Mean difference in nats on the texts below, by rounding in float32 on the CPU."""
 

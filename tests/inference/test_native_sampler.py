@@ -52,3 +52,29 @@ def test_a_token_of_probability_zero_is_never_chosen() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]]).repeat(3, 1)
     tokens, _ = sample(logits, batch(3, uniform_S=[0.0, 0.5, 1 - 2**-53]))
     assert tokens.tolist() == [1, 3, 3]
+
+
+def test_sampling_follows_the_distribution() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")]).repeat(20_000, 1)
+    uniform_S = (np.arange(20_000) + 0.5) / 20_000
+    tokens, logprobs = sample(logits.clone(), batch(20_000, temperature_S=0.5, uniform_S=uniform_S))
+    expected = (logits[0] / 0.5).log_softmax(-1)
+    torch.testing.assert_close(
+        torch.bincount(tokens, minlength=5) / 20_000, expected.exp(), atol=1e-4, rtol=0
+    )
+    torch.testing.assert_close(logprobs, expected[tokens], atol=1e-6, rtol=1e-6)
+
+
+def test_greedy_takes_the_first_of_equal_logits() -> None:
+    tokens, _ = sample(torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]]), batch(2, temperature_S=0.0))
+    assert tokens.tolist() == [1, 0]
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    logits = torch.randn(70, 1003, generator=torch.Generator().manual_seed(0)) * 3
+    uniform_S = np.random.default_rng(0).random(70)
+    tokens, logprobs = sample(logits.clone(), batch(70, temperature_S=0.7, uniform_S=uniform_S))
+    for start, end in ((0, 1), (69, 70), (3, 40), (17, 70)):
+        part = batch(end - start, temperature_S=0.7, uniform_S=uniform_S[start:end])
+        found, reported = sample(logits[start:end].clone(), part)
+        assert torch.equal(found, tokens[start:end]) and torch.equal(reported, logprobs[start:end])

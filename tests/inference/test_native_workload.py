@@ -127,6 +127,8 @@ def test_turns_of_several_tokens_give_each_request_what_single_steps_do(
     lengths: list[int] = []
 
     class Noted(LateRunner):
+        uses_graphs = True  # prompts wait for company
+
         def launch(self, steps: list[StepBatch]) -> PendingTurn:
             lengths.append(len(steps))
             return super().launch(steps)

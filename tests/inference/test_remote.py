@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rill.errors import EngineError, StuckError
-from rill.inference import remote
+from rill.inference import flight_engine
 from rill.inference.base import Completion, Feature, NamedTensors, Request
 from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
 from rill.types import PolicyVersion, SamplingParams, StopReason
@@ -68,7 +68,7 @@ def test_a_request_that_arrives_as_the_others_go_on_is_started_once(engine: Scri
 def test_an_update_that_was_given_up_leaves_the_engine_unavailable_and_not_silent(
     engine: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "MOVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(flight_engine, "MOVE_TIMEOUT_S", 0.1)
     with pytest.raises(StuckError, match="update_weights did not end"):
         engine.update_weights([], PolicyVersion(1))
     with pytest.raises(EngineError, match="update again"):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
-from rill.inference.server.routes_dialects import _Said
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.plain_http import http
 
@@ -76,18 +75,3 @@ def test_mistakes_are_told_in_the_words_of_the_dialect(url: str) -> None:
         assert answer.status_code == status, (path, body, answer.text)
         said = answer.json()
         assert said["error"]["message"] and (said.get("type") == "error") == path.endswith("messages")
-
-
-def test_arguments_that_come_in_pieces_are_one_call() -> None:
-    said = _Said()
-    pieces = [
-        {"delta": {"content": "Hm."}},
-        {"delta": {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f", "arguments": '{"x"'}}]}},
-        {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}},
-        {"delta": {"tool_calls": [{"index": 1, "id": "b", "function": {"name": "g", "arguments": "{}"}}]}},
-        {"delta": {}, "finish_reason": "tool_calls"},
-    ]
-    told = [said.take(piece) for piece in pieces]
-    assert [text for text, _ in told] == ["Hm.", "", "", "", ""]
-    complete = [[(c["id"], c["function"]["arguments"]) for c in calls] for _, calls in told]
-    assert complete == [[], [], [], [("a", '{"x": 1}')], [("b", "{}")]]

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,31 +139,29 @@ def test_a_callback_that_raises_stops_neither_its_request_nor_its_replica(router
 
 
 def test_a_replica_that_has_stopped_reading_is_found_out_and_replaced() -> None:
-    settings = RouterConfig(num_replicas=1, health_interval_s=0.1, health_timeout_s=0.5)
-    router = Router(FakeEngine.Config(), settings)
-    engine = router.slots[0].replica
-    assert engine is not None
-    os.kill(engine.pid, signal.SIGSTOP)
-    long = np.full(400, 40, dtype=np.int32)
-    sampling = SamplingParams(max_new_tokens=2, seed=1)
-    requests = [Request(id=f"full{i}", token_ids=long, sampling=sampling) for i in range(400)]
-    started = time.monotonic()
-    futures = [future for one in requests for future in router.submit([one])]  # more than a pipe holds
-    assert time.monotonic() - started < 2.0, "submit waited for a process that does not read"
-    assert all(len(future.result(30).token_ids) == 2 for future in futures)
-    router.close()
+    settings = RouterConfig(num_replicas=1, health_interval_s=0.1, health_timeout_s=3.0)
+    with closing(Router(FakeEngine.Config(), settings)) as router:
+        engine = router.slots[0].replica
+        assert engine is not None
+        os.kill(engine.pid, signal.SIGSTOP)
+        long = np.full(400, 40, dtype=np.int32)
+        sampling = SamplingParams(max_new_tokens=2, seed=1)
+        requests = [Request(id=f"full{i}", token_ids=long, sampling=sampling) for i in range(400)]
+        futures = [future for one in requests for future in router.submit([one])]  # more than a pipe holds
+        replaced = "submit waited until a process that does not read was replaced"
+        assert router.slots[0].replica is engine, replaced
+        assert all(len(future.result(30).token_ids) == 2 for future in futures)
 
 
 def test_a_replica_whose_engine_died_is_replaced_and_its_requests_go_on(tmp_path: Path) -> None:
     fail_file = tmp_path / "fail"
     settings = RouterConfig(num_replicas=1, health_interval_s=0.2)
-    router = Router(FakeEngine.Config(step_s=0.01, fail_file=str(fail_file)), settings)
-    (future,) = router.submit([request("orphan", length=60)])
-    time.sleep(0.2)
-    fail_file.touch()
-    assert len(future.result(30).token_ids) == 60
-    assert router.stats().extra["retried"] == 1
-    router.close()
+    with closing(Router(FakeEngine.Config(step_s=0.01, fail_file=str(fail_file)), settings)) as router:
+        (future,) = router.submit([request("orphan", length=60)])
+        time.sleep(0.2)
+        fail_file.touch()
+        assert len(future.result(30).token_ids) == 60
+        assert router.stats().extra["retried"] >= 1  # more where a busy machine is slow to show its health
 
 
 def test_a_replica_that_cannot_be_made_like_the_others_is_not_left_behind(
@@ -302,8 +301,7 @@ def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:
 
 def test_a_replica_that_hangs_is_ended_and_its_request_goes_on_elsewhere() -> None:
     settings = RouterConfig(num_replicas=2, health_interval_s=0.1, health_timeout_s=0.6)
-    router = Router(FakeEngine.Config(step_s=0.01), settings)
-    try:
+    with closing(Router(FakeEngine.Config(step_s=0.01), settings)) as router:
         streamed: list[int] = []
         (future,) = router.submit(
             [request("stuck", length=100)], lambda d: streamed.extend(d.token_ids.tolist())
@@ -318,8 +316,6 @@ def test_a_replica_that_hangs_is_ended_and_its_request_goes_on_elsewhere() -> No
         assert future.result(60).token_ids.tolist() == expected == streamed
         wait_for(lambda: ready(router) == 2)
         assert engine.is_dead
-    finally:
-        router.close()
 
 
 def test_an_engine_that_cannot_load_says_why() -> None:

@@ -40,6 +40,16 @@ BIASED = SHAPES["llama"] | {"attention_bias": True, "num_key_value_heads": 1}
 """With a bias behind the sum over ranks, which must be added once."""
 PHI = SHAPES["llama"] | {"model_type": "phi3"}
 """q, k and v are one module, gate and up another."""
+GLM = SHAPES["llama"] | {"model_type": "glm4", "head_dim": 8}
+"""Turns neighbours, in a half of each head."""
+COHERE = SHAPES["llama"] | {
+    "model_type": "cohere2", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+"""Attention and MLP side by side; one of the layers does not turn."""
+
+
+SHARED = SHAPES["qwen3_moe"] | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 48}
+"""An expert that everybody has, weighed by a gate of its own."""
 
 
 def children() -> list[psutil.Process]:
@@ -107,13 +117,14 @@ def test_what_cannot_be_spread_is_refused_by_name_before_a_process_is_started() 
         num_attention_heads=6, num_key_value_heads=3, hidden_size=48,
     )  # fmt: skip
     refused("2 does not divide the model's intermediate_size 47", 2, intermediate_size=47)
-    refused("'qwen3_moe' has experts", 2, "qwen3_moe")
+    refused("2 does not divide the model's intermediate_size 31", 2, "qwen3_moe", moe_intermediate_size=31)
+    refused("'gpt_oss' keeps its experts in a way that is not spread", 2, "qwen3_moe", model_type="gpt_oss")
     with pytest.raises(ConfigError, match="over a loaded module"):
         NativeEngine(
             NativeEngine.Config(model=ModelConfig(shape=SHAPES["llama"]), tensor_parallel_size=2),
             model=reference(),
         )
-    for option in ({"batch_invariant": True}, {"routed_experts": True}, {"fast_path": False}):
+    for option in ({"batch_invariant": True}, {"fast_path": False}):
         with pytest.raises(ValidationError, match=f"go together with {next(iter(option))}"):
             NativeEngine.Config(model=ModelConfig(shape=SHAPES["llama"]), tensor_parallel_size=2, **option)
 
@@ -142,14 +153,43 @@ def test_the_parts_of_a_cut_are_the_whole_and_scarce_heads_are_held_by_several()
         ),
         ("llama", 4),
         ("phi3", 2),
+        ("glm4", 2),
+        ("cohere2", 2),
+        ("qwen3_moe", 2),
+        ("qwen2_moe", 2),
     ],
 )
 def test_every_family_says_what_transformers_says(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token by token, and from drafts. Two ranks hold qwen2's one key/value head each, pairs of four llama's two."""
-    monkeypatch.setitem(SHAPES, "phi3", PHI)
+    for shape in (PHI, GLM, COHERE, SHARED):
+        monkeypatch.setitem(SHAPES, shape["model_type"], shape)
     check_greedy(name, monkeypatch, tensor_parallel_size=size)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_ranks_that_share_experts_choose_as_one_does_before_and_after_an_update() -> None:
+    config = {
+        "model": ModelConfig(shape=SHARED), "device": "cpu", "num_kv_blocks": 64, "max_num_seqs": 8,
+        "routed_experts": True,
+    }  # fmt: skip
+    weights = random_weights(SHARED)
+    one = NativeEngine(NativeEngine.Config(**config))
+    two = NativeEngine(NativeEngine.Config(**config, tensor_parallel_size=2))
+    asked = [request(i, p, max_new_tokens=12) for i, p in enumerate(prompts((5, 33)))]
+    try:
+        for version in (1, 2):
+            for alone, shared in zip(one.generate(asked), two.generate(asked), strict=True):
+                assert shared.token_ids.tolist() == alone.token_ids.tolist()
+                np.testing.assert_allclose(shared.logprobs, alone.logprobs, atol=1e-4)
+                np.testing.assert_array_equal(shared.routed_experts, alone.routed_experts)
+            for engine in (one, two):
+                engine.update_weights(iter(weights), PolicyVersion(version))
+    finally:
+        one.close()
+        two.close()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 from rill.errors import RequestError
 from rill.inference.base import Feature, Request

@@ -1,4 +1,4 @@
-"""The thread that drives vLLM, around an engine that has vLLM's methods: one token for every request in each step."""
+"""The loop that drives vLLM, around an engine that has vLLM's methods: one token for every request in each step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from rill.errors import EngineError
-from rill.inference.base import Completion, PauseMode, Request
-from rill.inference.flight import Flight
-from rill.inference.vllm_loop import Job, VllmLoop
+from rill.inference.base import Completion, Delta, Feature, NamedTensors, PauseMode, Request
+from rill.inference.vllm_loop import VllmLoop, VllmWords
 from rill.types import PolicyVersion, SamplingParams, StopReason
 
 
@@ -33,7 +32,7 @@ class LLMEngine:
     def abort_request(self, names: list[str]) -> None:
         self.aborted += names
         for name in names:
-            self.requests.pop(name)
+            self.requests.pop(name, None)
 
     def step(self) -> list[Any]:
         time.sleep(0.002)
@@ -66,68 +65,90 @@ class Words:
         return request
 
 
+class Driven(VllmLoop):
+    features = frozenset({Feature.STREAM, Feature.UPDATE_WEIGHTS})
+
+    async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
+        await self._emptied()
+
+
 @pytest.fixture
-def engine() -> LLMEngine:
+def llm() -> LLMEngine:
     return LLMEngine()
 
 
 @pytest.fixture
-def loop(engine: LLMEngine) -> Iterator[VllmLoop]:
-    loop = VllmLoop(engine, Words())  # type: ignore[arg-type]
-    yield loop
-    loop.close()
+def engine(llm: LLMEngine) -> Iterator[VllmLoop]:
+    engine = Driven(llm, Words())  # type: ignore[arg-type]
+    engine.max_context = 1_000_000
+    yield engine
+    engine.close()
 
 
-def start(loop: VllmLoop, name: str, first: int = 0, length: int = 20) -> Any:
+def request(name: str, first: int = 1, length: int = 20) -> Request:
     sampling = SamplingParams(max_new_tokens=length)
-    job = Job(Flight(Request(id=name, token_ids=np.array([first], np.int32), sampling=sampling), None))
-    loop.submit([job])
-    return job.flight.future
+    return Request(id=name, token_ids=np.array([first], np.int32), sampling=sampling)
 
 
-def test_requests_run_to_their_end(loop: VllmLoop) -> None:
-    futures = [start(loop, str(i), first=100 * i) for i in range(1, 4)]
-    for index, future in enumerate(futures, start=1):
-        assert future.result(10).token_ids.tolist() == list(range(100 * index + 1, 100 * index + 21))
-    assert loop.stats().num_generated_tokens == 60 and loop.stats().num_running == 0
+def until_it_runs(engine: VllmLoop) -> None:
+    deadline = time.monotonic() + 20
+    while not engine.stats().num_generated_tokens:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_requests_run_to_their_end(engine: VllmLoop) -> None:
+    done = engine.generate([request(str(i), first=100 * i) for i in range(1, 4)], 20.0)
+    for index, completion in enumerate(done, start=1):
+        assert completion.token_ids.tolist() == list(range(100 * index + 1, 100 * index + 21))
+    assert engine.stats().num_generated_tokens == 60 and engine.stats().num_running == 0
 
 
 def test_what_an_update_interrupts_goes_on_with_its_tokens_and_both_versions(
-    loop: VllmLoop, engine: LLMEngine
+    engine: VllmLoop, llm: LLMEngine
 ) -> None:
-    future = start(loop, "long", length=400)
-    while not loop.stats().num_generated_tokens:
-        time.sleep(0.005)
-    loop.commands.call("pause", lambda: loop.set_pause(PauseMode.INTERRUPT))
-
-    def update() -> None:
-        loop.take_out()
-        loop.version = PolicyVersion(1)
-        loop.put_back()
-
-    loop.commands.call("update", update)
-    assert not engine.requests and len(engine.aborted) == 1 and not future.done()
-    loop.commands.call("resume", lambda: loop.set_pause(None))
+    (future,) = engine.submit([request("long", length=400)])
+    until_it_runs(engine)
+    engine.pause(PauseMode.INTERRUPT)
+    engine.update_weights([], PolicyVersion(1))
+    assert not llm.requests and len(llm.aborted) == 1 and not future.done()
+    engine.resume()
     done: Completion = future.result(20)
-    assert done.token_ids.tolist() == list(range(1, 401)) and set(done.versions.tolist()) == {0, 1}
+    assert done.token_ids.tolist() == list(range(2, 402)) and set(done.versions.tolist()) == {0, 1}
 
 
-def test_an_abort_keeps_the_tokens_and_a_refusal_is_the_requests_own(loop: VllmLoop) -> None:
-    future, refused = start(loop, "gone", length=10_000), start(loop, "bad", first=13)
+def test_an_abort_keeps_the_tokens_and_a_refusal_is_the_requests_own(engine: VllmLoop) -> None:
+    future, refused = engine.submit([request("gone", length=10_000), request("bad", first=13)])
     with pytest.raises(Exception, match="unlucky"):
         refused.result(10)
-    while not loop.stats().num_generated_tokens:
-        time.sleep(0.005)
-    loop.commands.call("abort", lambda: loop.abort(["gone"]))
+    until_it_runs(engine)
+    engine.abort(["gone"])
     done = future.result(10)
     assert done.stop_reason is StopReason.ABORTED and 0 < len(done.token_ids) < 10_000
 
 
-def test_every_caller_hears_of_a_failure_and_of_the_end(loop: VllmLoop, engine: LLMEngine) -> None:
-    engine.fails = True
+def test_whoever_hears_of_a_token_may_abort(engine: VllmLoop) -> None:
+    def on_delta(delta: Delta) -> None:
+        if delta.token_ids[-1] == 5:
+            engine.abort()
+
+    (future,) = engine.submit([request("enough", length=10_000)], on_delta)
+    assert future.result(10).stop_reason is StopReason.ABORTED
+
+
+def test_every_caller_hears_of_a_failure_and_of_the_end(engine: VllmLoop, llm: LLMEngine) -> None:
+    llm.fails = True
     with pytest.raises(EngineError, match="out of memory"):
-        start(loop, "lost").result(10)
-    assert loop.unavailable is not None
-    loop.close()
-    with pytest.raises(EngineError, match="closed"):
-        loop.commands.call("pause", lambda: None)
+        engine.generate([request("lost")], 10.0)
+    with pytest.raises(EngineError, match="vLLM failed"):
+        engine.submit([request("late")])
+    engine.close()
+    with pytest.raises(EngineError, match="closed|vLLM failed"):
+        engine.submit([request("later")])
+
+
+def test_an_adapter_in_anothers_place_has_a_name_of_its_own_in_vllms_cache() -> None:
+    request = SimpleNamespace(LoRARequest=lambda *fields: fields)
+    words = VllmWords(SimpleNamespace(lora=SimpleNamespace(request=request)))
+    (before, *_), (after, *_) = words.adapter("a", 1, "folder"), words.adapter("a", 2, "folder")
+    assert before != after and before.startswith("a") and after.startswith("a")

@@ -56,7 +56,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Iterator
         "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "rill.inference.vllm_worker.WorkerExtension",
     ]  # fmt: skip
     environment = os.environ | {
-        "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": os.getcwd(),
+        "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": os.pathsep.join(sys.path),
         "VLLM_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip
     log = folder / "log"

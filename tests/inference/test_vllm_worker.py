@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rill.errors import UnsupportedError, WeightSyncError
+from rill.errors import EngineError, UnsupportedError, WeightSyncError
 from rill.inference.vllm import VllmEngine
+from rill.inference.vllm_loop import VllmLoop, VllmWords
 from rill.inference.vllm_worker import report_before_truncation, tie_head
+from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
@@ -109,23 +112,23 @@ def test_a_tied_head_follows_the_embedding(is_own: bool) -> None:
     assert model.lm_head.weight is embedding.weight and head.num_packed == 1
 
 
-class Loop(SimpleNamespace):
-    def take_out(self) -> None: ...
-    def put_back(self) -> None: ...
-
-
-def engine_that(load: Callable[[Any], None]) -> Any:
+@contextmanager
+def engine_that(load: Callable[[Any], None]) -> Iterator[VllmEngine]:
     """An engine around a vLLM whose reload is `load`."""
 
     def collective_rpc(what: Any, kwargs: Any = None) -> None:
         if what == "reload_weights":
             load(kwargs["weights_iterator"])
 
+    llm = SimpleNamespace(collective_rpc=collective_rpc, reset_prefix_cache=lambda: True)
     engine = object.__new__(VllmEngine)
-    engine._engine = SimpleNamespace(collective_rpc=collective_rpc, reset_prefix_cache=lambda: True)
-    engine._loop = Loop(version=PolicyVersion(0), unavailable=None)  # type: ignore[assignment]
-    engine._expected = {"a": (2,), "b": (2,)}
-    return engine
+    VllmLoop.__init__(engine, llm, VllmWords(None))
+    engine.config = VllmEngine.Config(model=ModelConfig(path="nowhere"))
+    engine._is_cpu, engine._folder, engine._expected = True, None, {"a": (2,), "b": (2,)}
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 def test_weights_from_a_sender_that_uses_its_memory_again_arrive_as_they_were_sent() -> None:
@@ -139,13 +142,15 @@ def test_weights_from_a_sender_that_uses_its_memory_again_arrive_as_they_were_se
     def load(weights: Any) -> None:
         loaded.update(list(weights))  # as vLLM does with a layer's
 
-    engine = engine_that(load)
-    engine._update(sent(), PolicyVersion(1))
-    assert loaded["a"].tolist() == [1, 1] and loaded["b"].tolist() == [2, 2] and engine._loop.version == 1
+    with engine_that(load) as engine:
+        engine.update_weights(sent(), PolicyVersion(1))
+        assert loaded["a"].tolist() == [1, 1] and loaded["b"].tolist() == [2, 2] and engine.version == 1
 
 
 def test_weights_that_are_not_whole_leave_the_engine_without() -> None:
-    engine = engine_that(lambda weights: [None for _ in weights] and None)
-    with pytest.raises(WeightSyncError):
-        engine._update([("a", torch.zeros(2))], PolicyVersion(1))
-    assert engine._loop.unavailable is not None and engine._loop.version == 0
+    with engine_that(lambda weights: [None for _ in weights] and None) as engine:
+        with pytest.raises(WeightSyncError):
+            engine.update_weights([("a", torch.zeros(2))], PolicyVersion(1))
+        assert engine.version == 0
+        with pytest.raises(EngineError, match="update again"):
+            engine.submit([])

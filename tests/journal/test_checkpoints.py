@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,27 @@ def test_the_newest_whole_one_is_loaded_and_only_so_many_are_kept(tmp_path: Path
     (whole_checkpoints(run)[-1] / MANIFEST).unlink()
     assert checkpoints.load_latest() == 3
     assert group.number == 30
+
+
+def test_those_beyond_what_is_kept_do_not_count_at_once_and_their_files_are_gone_when_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_remove = threading.Event()
+    removes = shutil.rmtree
+
+    def slowly(folder: Path, **how: bool) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_remove.wait(60)
+        removes(folder, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    run, checkpoints, _ = saved(tmp_path, 1, 2, 3, 4)
+    with checkpoints:
+        assert [step_of(folder) for folder in whole_checkpoints(run)] == [2, 3, 4]
+        checkpoints.save(5)  # does not wait for the removal of the first
+        may_remove.set()
+    kept = ["step-000003", "step-000004", "step-000005"]
+    assert sorted(path.name for path in run.checkpoints_dir.iterdir()) == kept
 
 
 def test_one_that_a_group_cannot_read_is_passed_over_by_name(

@@ -13,7 +13,7 @@ import numpy as np
 from rill.inference.base import Completion, Delta, Feature, Request
 from rill.inference.gate import EngineGate
 from rill.journal.logged import LoggedEngine
-from rill.journal.token_log import JournalConfig, TokenLog
+from rill.journal.token_log import WRITER_SHARE, JournalConfig, TokenLog
 from rill.types import SamplingParams, StopReason
 
 PROMPT = np.arange(4, dtype=np.int32)
@@ -65,6 +65,9 @@ def columns(tokens: list[int]) -> dict[str, np.ndarray]:
 
 def killed(log: TokenLog) -> None:
     """As SIGKILL leaves it: what was not written is gone, and so is the lock."""
+    log._closing.set()
+    for thread in log._threads[1:]:
+        thread.join()
     with log._writing, log._changed:
         log._pending, log._waiting = [], []
         log._is_closed = True
@@ -90,7 +93,7 @@ def lengths_under_kills(
         log = TokenLog(place, f"rollout-{life}", JournalConfig(delay_s=60, sync_s=0))
         engine = CoinEngine(rng, p_end)
         gate = EngineGate(engine)  # type: ignore[arg-type]
-        logged = LoggedEngine(gate, log, delay_s=0, decode=str)
+        logged = LoggedEngine(gate, log, decode=str)
         asked = [request for request in wanted if request.id not in done]
         futures = logged.submit(asked, 0)
         for tick in range(1 + int(rng.exponential(mean_ticks))):
@@ -139,7 +142,7 @@ def test_a_finished_answer_is_not_asked_again_and_a_begun_one_goes_on_behind_its
     quick, slow = CoinEngine(rng, 1.0), CoinEngine(rng, 0.0)
     for engine, request in zip((quick, slow), requests, strict=True):
         gate = EngineGate(engine)  # type: ignore[arg-type]
-        LoggedEngine(gate, log, delay_s=0, decode=str).submit([request], 0)
+        LoggedEngine(gate, log, decode=str).submit([request], 0)
         for _ in range(7):
             engine.tick()
         log.flush()
@@ -149,7 +152,7 @@ def test_a_finished_answer_is_not_asked_again_and_a_begun_one_goes_on_behind_its
     engine = CoinEngine(rng, 1.0)
     gate = EngineGate(engine)  # type: ignore[arg-type]
     asked = [Request(**{**_fields(r), "id": r.id.replace("@1", "@2")}) for r in requests]
-    finished, continued = LoggedEngine(gate, again, delay_s=0, decode=str).submit(asked, 0)
+    finished, continued = LoggedEngine(gate, again, decode=str).submit(asked, 0)
     assert finished.result(0).token_ids.tolist() == [END]
     assert engine.num_given == [len(PROMPT) + 7]
     engine.tick()
@@ -173,6 +176,15 @@ def test_an_answer_that_was_cut_at_its_limit_is_finished(tmp_path: Path) -> None
     engine = CoinEngine(np.random.default_rng(0), 1.0)
     gate = EngineGate(engine)  # type: ignore[arg-type]
     request = Request(id="g00000000/0#policy", token_ids=PROMPT, sampling=SamplingParams(max_new_tokens=5))
-    (future,) = LoggedEngine(gate, again, delay_s=0, decode=str).submit([request], 0)
+    (future,) = LoggedEngine(gate, again, decode=str).submit([request], 0)
     assert future.result(0).stop_reason is StopReason.LENGTH and engine.num_given == []
     again.close()
+
+
+def test_sequences_that_begin_together_do_not_hand_over_their_tokens_in_one_step(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=1.0))
+    times_s = [log.collect_s(nth) for nth in range(256)]
+    log.close()
+    assert max(times_s) + WRITER_SHARE * 1.0 <= 1.0, "and none is written later than delay_s"
+    counts, _ = np.histogram(times_s, bins=16)
+    assert counts.max() <= 2 * counts.mean()

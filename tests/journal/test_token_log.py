@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +112,16 @@ def test_a_log_cut_off_at_any_byte_gives_a_prefix_and_never_a_wrong_token(tmp_pa
     end(log, number, 44, rest=columns(40, 4))
     log.close()
     (path,) = segments(tmp_path / FOLDER)
-    content = path.read_bytes()
+    whole = path.stat().st_size
     lengths = []
-    for size in range(len(content) + 1):
-        path.write_bytes(content[:size])
+    for size in range(whole, -1, -1):
+        os.truncate(path, size)
         found = reader_of(tmp_path).sequence("g00000001/0#a")
         tokens = [] if found is None else found.token_ids.tolist()
         assert tokens == list(range(len(tokens)))
-        assert (found is not None and found.is_finished) == (size == len(content))
+        assert (found is not None and found.is_finished) == (size == whole)
         lengths.append(len(tokens))
-    assert lengths == sorted(lengths) and lengths[-1] == 44
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] == 44
 
 
 def test_a_flipped_bit_is_found_and_nothing_after_it_is_believed(tmp_path: Path) -> None:
@@ -287,3 +289,28 @@ def test_files_are_removed_once_all_their_groups_are_done_with(tmp_path: Path) -
     assert left.sequence("g00000003/0#a") is None
     assert len(segments(tmp_path / FOLDER)) < len(before)
     log.close()
+
+
+def test_the_end_of_an_answer_does_not_wait_for_a_disk_that_syncs_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_syncing, may_end, synced = threading.Event(), threading.Event(), set[int]()
+
+    def slow(fd: int) -> None:
+        is_syncing.set()
+        assert may_end.wait(60)
+        synced.add(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr("rill.journal.token_log.os.fdatasync", slow)
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=0, sync_s=0.01, segment_bytes=1 << 10))
+    for name in ("g00000001/0#a", "g00000001/1#a"):
+        number = log.open(name, num_prompt=5, base=0)
+        log.tokens(number, *columns(0, 200))
+        written: Future[object] = Future()
+        log.finish(Finished(number, 200, StopReason.LENGTH, None, *columns(0, 0)), None, written.set_result)
+        assert written.result(60) is None, "written while the disk is busy"
+        assert is_syncing.wait(60)
+    may_end.set()
+    log.close()
+    paths = segments(tmp_path / FOLDER)
+    assert len(paths) > 1 and synced == {path.stat().st_ino for path in paths}, "ended files are synced too"

@@ -16,7 +16,8 @@ QUICK = {
     "granite": "fused",
     "gpt_oss": "fused",
     "deepseek_v3": "modules",
-    "cohere2": "modules",
+    "cohere2": "fused",
+    "glm4": "fused",
     "gpt2": "modules",
     "mamba": "refused",
 }

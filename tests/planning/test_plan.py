@@ -56,7 +56,7 @@ def test_pinned_ids_are_the_ids_of_the_plan() -> None:
     plan.validate()
 
 
-def test_the_granularity_of_an_edge_is_where_its_ends_part() -> None:
+def test_the_granularity_of_an_edge_is_what_its_target_takes() -> None:
     found = search(three(), Mode.SPLIT)
     plan = Plan.of(three(), found)
     assert set(plan.edges) == {"rollout -> reference", "reference -> actor"}
@@ -66,7 +66,8 @@ def test_the_granularity_of_an_edge_is_where_its_ends_part() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("turns(", "spins(", "expected|spins"),
+        ("turns(", "spins(", "spins.* is no worker and none of"),
+        ("turns(", "turns((", "cannot be read"),
         ('devices = "0-7"', 'devices = ""', "no device"),
         ('devices = "0-7"', 'devices = "0-8"', "counted from 0"),
         ('devices = "0-7"', 'devices = "a-b"', "cannot be read"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rill.errors import PlanError
+from rill.planning.cost import call_seconds
 from rill.planning.profile import DeviceKind, Identity, Points, Profile, WorkerProfile, merge_all, shortened
 
 IDENTITY = Identity(model="m", machine="box", version="1")
@@ -62,6 +64,15 @@ def test_times_that_grow_with_replicas_are_seen() -> None:
     points = Points(kind="gpu", items=(8.0, 16.0, 8.0), replicas=(1, 1, 4), seconds=(1.0, 2.0, 2.0))
     made = Profile(identity=IDENTITY, workers={"actor": WorkerProfile(options={"gpu1": points})})
     assert made.costs()["actor"].options[0].replica_exponent == pytest.approx(0.5)
+
+
+def test_the_fullest_replica_is_not_counted_twice() -> None:
+    """What three engines took is measured on the fullest of them: the same batch on them is predicted to take that."""
+    points = Points(kind="gpu", items=(8.0, 16.0, 8.0), replicas=(1, 1, 3), seconds=(1.0, 2.0, 1.5))
+    worker = WorkerProfile(options={"gpu1": points}, lengths=(1.0, 2.0, 6.0), streams=True)
+    cost = Profile(identity=IDENTITY, workers={"rollout": worker}).costs()["rollout"]
+    seconds, _ = call_seconds(cost, cost.options[0], 24, 24, np.array([3]))
+    assert seconds[0] == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rill.runtime.address import Site
-from rill.runtime.hub.messages import Commit, Done, Grant, Item, OutKind, Puts, Take
+from rill.runtime.hub.messages import Commit, Done, Grant, GroupWord, Item, OutKind, Puts, Take
 from rill.runtime.hub.service import group_of
 from rill.runtime.hub.state import Machine
 from rill.runtime.process.agent import bootstrap
@@ -40,9 +40,7 @@ class FakeHub:
         self.send(client, "registry.join", None)
         group, size = group_of(client), info.pop("world_size", None)
         if size is not None and not self.machine.membership.on_group_word("", 0, group):
-            launches = {"launches": [0] * size, "roster": b"", "version": 1}
-            word = {"group": group, "ranks": list(range(size)), **launches}
-            self.send("driver[0]#0", "registry.group", word)
+            self.send("driver[0]#0", "registry.group", word(group, 1, dict.fromkeys(range(size), 0)))
         if info:
             self.send(client, "registry.register", info)
 
@@ -66,8 +64,8 @@ class FakeHub:
         return found
 
     def kill(self, client: str) -> None:
-        self.journal.append(("end", client, self.now_s))
-        self.machine.end_client(client, "killed", self.now_s)
+        self.journal.append(("end", client))
+        self.machine.end_client(client, "killed")
         self._collect()
 
     def tick(self, by_s: float) -> None:
@@ -85,7 +83,7 @@ class FakeHub:
             if kind == "apply":
                 self.machine.apply(client, *rest)
             else:
-                self.machine.end_client(client, "killed", *rest)
+                self.machine.end_client(client, "killed")
         self._collect()
 
     def _collect(self) -> None:
@@ -104,6 +102,13 @@ class FakeHub:
                 elif kind is OutKind.PUSH:
                     self.pushes.setdefault(client, []).append((ref, body))
             stream.confirm(self._seen_out.get(client, 0))
+
+
+def word(
+    group: str, version: int, launches: dict[int, int], devices: dict[int, list[int]] | None = None
+) -> GroupWord:
+    """What the driver says of a group."""
+    return GroupWord(group, version, launches, devices or {rank: [] for rank in launches}, b"")
 
 
 def an_item(value: int, weight: float = 1.0, key: Any = None) -> Item:

@@ -22,7 +22,7 @@ from rill.runtime.hub.messages import (
     Release,
 )
 from rill.runtime.transfer.segments import Ref
-from tests.runtime.hub_fakes import FakeHub, done, ids_of, put, puts, take, values_of
+from tests.runtime.hub_fakes import FakeHub, done, ids_of, put, puts, take, values_of, word
 
 DRIVER = "driver[0]#0"
 A0, A1 = "a[0]#0", "a[1]#0"
@@ -181,8 +181,7 @@ def test_a_group_that_is_launched_later_begins_with_the_running_epoch(hub: FakeH
 
 
 def test_a_rank_that_is_added_to_its_group_begins_with_the_running_epoch(hub: FakeHub) -> None:
-    roster = {"group": "a", "version": 1, "ranks": [0, 1], "launches": [0, 0], "roster": b""}
-    hub.send(DRIVER, "registry.group", roster)
+    hub.send(DRIVER, "registry.group", word("a", 1, {0: 0, 1: 0}))
     hub.call(DRIVER, "broker.end", "c")
     hub.join("a[2]#0", world_size=3)
     assert ask_take(hub, "a[2]#0") is None
@@ -283,13 +282,13 @@ def test_a_dead_producers_segments_are_deleted_once_nothing_lies_in_them(hub: Fa
     for offset in (0, 64):
         hub.send(A1, "broker.commit", in_memory(A1, "a[1]#0.5", offset))
     hub.kill(A1)
-    assert hub.machine.unlinks == [[A1, ["a[1]#0.5"]]]
+    assert hub.machine.unlinks == [(A1, ["a[1]#0.5"])]
     for _ in range(2):
         ids = ids_of(ask_take(hub, A0))
         assert hub.machine.unlinks[1:] == []
         hub.send(A0, "broker.release", Release("c", ids))
         finish(hub, A0, ids)
-    assert hub.machine.unlinks[1:] == ["a[1]#0.5"]
+    assert hub.machine.unlinks[1:] == [(A1, [])]
 
 
 class RelayAgainstModel(RuleBasedStateMachine):

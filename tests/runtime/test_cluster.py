@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rill.errors import PeerDiedError, RillError, RunError, UserError, WorkerError
@@ -233,13 +234,29 @@ def test_closing_one_of_two_clusters_leaves_the_other_alone() -> None:
         assert group.plus(1).wait(20) == [1]
 
 
+def test_an_agent_that_was_started_ahead_is_the_clusters_and_one_that_nobody_took_ends() -> None:
+    before = children()
+    with backend.agent_ahead(["colorsys", "no_such_module"]):
+        ahead = children() - before
+        with Cluster(devices="cpu:1", preload=["colorsys"]) as cluster:
+            assert children() - before == ahead and len(ahead) == 1
+            assert Echo.launch(cluster, name="echo", threads=1).modules("colorsys").wait(20) == [["colorsys"]]
+    with backend.agent_ahead(["colorsys"]):
+        assert len(children() - before) == 1
+    assert children() == before
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
 @pytest.fixture(scope="module")
 def furnished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Path]]:
     """A cluster with all that can be asked for, and the folder of its logs."""
     arms = [Device(kind="arm", index=n, options={"address": f"10.0.0.{n}"}) for n in range(2)]
     logs = tmp_path_factory.mktemp("logs")
     devices = [*arms, Device(kind="cpu")]
-    with Cluster(devices, labels=["lab"], preload=["colorsys"], log_dir=logs) as cluster:
+    with Cluster(devices, preload=["colorsys"], log_dir=logs) as cluster:
         yield cluster, logs
 
 
@@ -248,7 +265,6 @@ def test_registered_kinds_are_placed_like_any_device(furnished: tuple[Cluster, P
     group = Echo.launch(cluster, name="arms", placement="arm:0-1")
     assert group.device_ids().wait(20) == [[0], [1]]
     assert cluster.devices[1].options["address"] == "10.0.0.1"
-    assert cluster.devices[2].labels == {"lab"}
 
 
 def test_preloaded_modules_are_there_at_once_and_output_is_kept_where_asked(

@@ -24,7 +24,7 @@ from rill.runtime.hub.locks import LINGER_S
 from rill.runtime.hub.messages import Acquire, ChannelOptions, Evict, Evicted, OutKind
 from rill.runtime.process.report import collect
 from tests.runtime.channel_workers import Stage
-from tests.runtime.hub_fakes import FakeHub, done, put, take
+from tests.runtime.hub_fakes import FakeHub, done, put, take, word
 from tests.runtime.leftovers import becomes_true, hub_pid
 
 pytestmark = pytest.mark.timeout(120)
@@ -41,14 +41,22 @@ class Turns:
         self.hub.join("driver[0]#0")
         self.turn: dict[str, int] = {}
         self.asked: dict[str, int] = {}
+        self.devices: dict[str, list[int]] = {}
         for group, ranks in devices_of.items():
-            for rank, devices in enumerate(ranks):
-                self.hub.join(f"{group}[{rank}]#0", world_size=len(ranks), devices=devices)
+            self.tell(group, ranks)
+            for rank in range(len(ranks)):
+                self.hub.join(f"{group}[{rank}]#0")
         for name in ("prompts", "rollouts"):
             self.hub.call("driver[0]#0", "broker.create", ChannelOptions(name))
 
+    def tell(self, group: str, ranks: list[list[int]]) -> None:
+        """The driver's word."""
+        self.devices.update({f"{group}[{rank}]": devices for rank, devices in enumerate(ranks)})
+        told = word(group, 1, dict.fromkeys(range(len(ranks)), 0), dict(enumerate(ranks)))
+        self.hub.send("driver[0]#0", "registry.group", told)
+
     def ask(self, worker: str, *channels: str, resumed: bool = False) -> None:
-        devices = self.hub.machine.membership.members[f"{worker}#0"]["devices"]
+        devices = self.devices[worker]
         self.asked[worker] = self.hub.send(
             f"{worker}#0", "locks.acquire", Acquire(devices, list(channels), resumed)
         )
@@ -102,11 +110,12 @@ def test_a_group_gets_all_its_devices_or_none() -> None:
 
 def test_a_group_waits_until_it_is_known_what_all_its_ranks_need() -> None:
     turns = Turns(b=[[1]])
-    turns.hub.join("a[0]#0", world_size=2, devices=[0])
+    turns.hub.join("a[0]#0")
+    turns.devices["a[0]"] = [0]
     turns.ask("a[0]")
     turns.ask("b[0]")
     assert turns.is_in("b[0]") and not turns.is_in("a[0]")
-    turns.hub.join("a[1]#0", world_size=2, devices=[1])
+    turns.tell("a", [[0], [1]])
     assert not turns.is_in("a[0]")
     turns.leave("b[0]")
     turns.offload("b[0]")
@@ -154,6 +163,28 @@ def test_a_rank_may_come_again_as_often_as_its_peers_although_another_group_wait
     turns.leave("a[1]")
     turns.offload("a[0]")
     assert turns.is_in("b[0]")
+
+
+def test_a_rank_that_missed_a_turn_of_its_group_may_come_again_as_often_as_its_peers() -> None:
+    """A peer that was in before it came is a block ahead, and may stand in a collective there."""
+    turns = Turns(a=[[0], [1]], b=[[0], [1]])
+    turns.ask("a[0]")
+    turns.ask("b[0]")
+    turns.leave("a[0]")  # its first block, before a[1] has come
+    turns.ask("a[0]")
+    turns.ask("a[1]")
+    turns.offload("a[0]")
+    turns.leave("b[0]")
+    turns.hub.tick(LINGER_S + 0.01)
+    turns.offload("b[0]")
+    turns.ask("b[0]")
+    assert turns.is_in("a[0]") and turns.is_in("a[1]")
+    turns.leave("a[1]")  # its first block
+    turns.ask("a[1]")
+    assert turns.is_in("a[1]"), "a[0] waits for it in the second"
+    turns.leave("a[1]")
+    turns.ask("a[1]")
+    assert not turns.is_in("a[1]"), "now it is b's turn"
 
 
 def test_waiting_groups_take_turns_in_the_order_they_came() -> None:
@@ -337,16 +368,14 @@ class OneOwnerPerDevice(RuleBasedStateMachine):
         self.turn: dict[tuple[str, int], int] = {}
         self.loaded: set[tuple[str, int]] = set()
         self.blocked: dict[tuple[str, int], int] = {}
+        for group, ranks in self.GROUPS.items():
+            told = word(group, 1, dict.fromkeys(range(len(ranks)), 0), dict(enumerate(ranks)))
+            self.hub.send("driver[0]#0", "registry.group", told)
         for worker in self.workers:
-            self.join(worker)
+            self.hub.join(self.client(worker))
 
     def client(self, worker: tuple[str, int]) -> str:
         return f"{worker[0]}[{worker[1]}]#{self.launch[worker]}"
-
-    def join(self, worker: tuple[str, int]) -> None:
-        group, rank = worker
-        devices = self.GROUPS[group]
-        self.hub.join(self.client(worker), world_size=len(devices), devices=devices[rank])
 
     def pick(self, n: int) -> tuple[str, int]:
         return self.workers[n % len(self.workers)]
@@ -409,7 +438,7 @@ class OneOwnerPerDevice(RuleBasedStateMachine):
             table.pop(worker, None)
         self.loaded.discard(worker)
         self.launch[worker] += 1
-        self.join(worker)
+        self.hub.join(self.client(worker))
 
     @rule()
     def pass_time(self) -> None:

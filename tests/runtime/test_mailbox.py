@@ -81,7 +81,7 @@ class CuttingProxy:
 
 @pytest.fixture
 def boxes(tmp_path: Path) -> Iterator[tuple[Mailbox, Mailbox]]:
-    pair = [Mailbox(f"ipc://{tmp_path}/{n}", tcp_host="127.0.0.1", key=KEY) for n in "ab"]
+    pair = [Mailbox(f"ipc://{tmp_path}/{n}", key=KEY) for n in "ab"]
     yield pair[0], pair[1]
     for box in pair:
         box.close()

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.device.device import Device
 from rill.runtime.device.placement import Seat, seats_on_free_devices
 from rill.runtime.process.backend import LocalBackend
-from tests.runtime.hub_fakes import FakeHub
+from tests.runtime.hub_fakes import FakeHub, word
 from tests.runtime.leftovers import becomes_true, nothing_left
 from tests.runtime.workers import Echo, Mover, Slow
 
@@ -55,7 +54,7 @@ def test_added_ranks_get_new_ids_and_calls_go_to_those_who_are_there(cluster: Cl
     with pytest.raises(UserError, match="grow has ranks 0, 2, 3, asked for"):
         group.on(1)
     assert holder.ask_kept().wait(20) == [[(0, 2, 3), [0, 0, 0]]], "whoever holds the group follows"
-    assert cluster.context.hub.call("registry.group_word", "grow", 20)["ranks"] == [0, 2, 3]
+    assert cluster.context.hub.call("registry.group_word", "grow", 20)[2].keys() == {0, 2, 3}
     with pytest.raises(WorkerError, match="only the driver"):
         holder.shrink_kept().wait(20)
     for one in (group, holder):
@@ -135,40 +134,41 @@ def test_free_devices_are_of_the_same_kind_and_number_and_on_one_node() -> None:
 # --- what the hub knows -----------------------------------------------------------------------------------
 
 
-def word(group: str, version: int, launches: dict[int, int]) -> dict[str, Any]:
-    return {
-        "group": group,
-        "version": version,
-        "ranks": list(launches),
-        "launches": list(launches.values()),
-        "roster": b"",
-    }
-
-
 def test_the_hub_follows_the_ranks_of_a_group_and_tells_everybody() -> None:
     hub = FakeHub()
     hub.join("driver[0]#0")
     membership = hub.machine.membership
     assert membership.ranks("g") == {0}
-    hub.send("driver[0]#0", "registry.group", word("g", 1, {0: 0, 1: 0}))
-    hub.join("g[0]#0", devices=[0])
-    assert (membership.ranks("g"), membership.is_seated("g")) == ({0, 1}, False)
-    hub.send("driver[0]#0", "registry.group", word("g", 2, {0: 0, 1: 0}))
-    hub.join("g[1]#0", devices=[1])
-    assert membership.is_seated("g") and membership.devices_of("g") == {0, 1}
-    hub.join("g[2]#0", devices=[2])
-    assert membership.devices_of("g") == {0, 1}, "it is no member yet"
-    hub.send("driver[0]#0", "registry.group", word("g", 3, {0: 0, 2: 0}))
-    assert membership.ranks("g") == {0, 2}
-    assert membership.is_seated("g") and membership.devices_of("g") == {0, 2}
+    hub.join("g[0]#0")
+    hub.send("driver[0]#0", "registry.group", word("g", 1, {0: 0, 1: 0}, {0: [0], 1: [1]}))
+    assert membership.ranks("g") == {0, 1} and membership.devices_of("g") == {0, 1}
+    hub.send("driver[0]#0", "registry.group", word("g", 2, {0: 0, 2: 0}, {0: [0], 2: [2]}))
+    assert membership.ranks("g") == {0, 2} and membership.devices_of("g") == {0, 2}
     changes = [body for topic, body in hub.pushes["g[0]#0"] if topic == "group_changed"]
-    assert [change["ranks"] for change in changes] == [[0, 1], [0, 2]]
-    hub.send("driver[0]#0", "registry.group", word("g", 4, {0: 1}))
-    assert not membership.is_seated("g"), "moved: its devices are not known yet"
-    hub.join("g[0]#1", devices=[5])
-    assert membership.is_seated("g") and membership.devices_of("g") == {5}
+    assert changes == [["g", 1], ["g", 2]]
+    hub.send("driver[0]#0", "registry.group", word("g", 3, {0: 1}, {0: [5]}))
+    assert membership.devices_of("g") == {5}, "it has moved"
     hub.restart_from_journal()
     assert hub.machine.membership.devices_of("g") == {5}
+
+
+def test_a_group_that_grows_again_is_waited_for_not_gone() -> None:
+    hub = FakeHub()
+    hub.join("driver[0]#0")
+    hub.send("driver[0]#0", "registry.group", word("g", 1, {0: 0, 1: 0}))
+    hub.join("g[0]#0")
+    hub.join("g[1]#0")
+    hub.kill("g[1]#0")
+    refused = hub.send("g[0]#0", "registry.find", "g[1]")
+    assert "g[1] is gone" in hub.failures["g[0]#0", refused][1]
+    hub.send("driver[0]#0", "registry.group", word("g", 2, {0: 1}))
+    hub.join("g[0]#1")
+    hub.send("driver[0]#0", "registry.group", word("g", 3, {0: 2, 1: 1}))
+    hub.join("g[0]#2")
+    asked = hub.send("g[0]#2", "registry.find", "g[1]")
+    assert ("g[0]#2", asked) not in hub.failures and ("g[0]#2", asked) not in hub.replies
+    hub.join("g[1]#1", address="here")
+    assert hub.replies["g[0]#2", asked] == "here"
 
 
 # --- groups that move -------------------------------------------------------------------------------------
@@ -201,6 +201,21 @@ def test_what_a_moved_group_has_not_taken_is_still_in_the_channel(cluster: Clust
     assert group.take_one(channel).wait(20) == [0]
     group.move("1")
     assert group.take_one(channel).wait(20) == [1]
+    group.close()
+
+
+def test_a_rank_that_comes_back_when_its_group_grows_is_in_the_epoch_that_is_on(cluster: Cluster) -> None:
+    channel = Channel.create(cluster, "breathing")
+    group = Echo.launch(cluster, name="breather", placement="0-1", threads=1)
+    for placement in (None, "0", "0", "0-1", "1-2"):
+        if placement is not None:
+            group.move(placement)
+        loops = group.take_all(channel)
+        assert not loops.ended(0.5)
+        assert not any(loops.so_far()), f"an epoch that was over before ended a loop on {placement}"
+        channel.put("x")
+        channel.end()
+        assert sorted(loops.wait(20)) == [[]] * (group.size - 1) + [["x"]]
     group.close()
 
 

@@ -13,6 +13,7 @@ from rill.errors import PeerDiedError, StuckError, WorkerError
 from rill.runtime.cluster import Cluster
 from rill.runtime.context import current
 from rill.runtime.group import WorkerGroup
+from rill.runtime.transfer import point_to_point
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -161,7 +162,8 @@ def test_what_stays_in_device_memory_is_sent_when_the_receiver_has_copied_it(
             return None
 
     transfer = cluster.context.transfer
-    monkeypatch.setattr(transfer, "_exporter_for", lambda _: Exporting())
+    monkeypatch.setattr(point_to_point, "shares_a_device", lambda *_: True)
+    monkeypatch.setattr(point_to_point, "Exporter", lambda *_: Exporting())
     with pytest.raises(StuckError, match=r"send to pair\[1\] has not ended on pair\[1\] within"):
         transfer.send("unread", "pair", 1, timeout_s=0.2)
     answers = [pair.on(1).receive_any("driver", 0) for _ in range(2)]

@@ -74,9 +74,9 @@ def store_server_of(cluster: Cluster, node_id: str) -> int:
 def test_an_item_that_could_not_be_fetched_is_not_finished(
     cluster: Cluster, group: WorkerGroup[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetcher = cluster.context.store._fetch
     monkeypatch.setattr(store_module, "_FETCH_WAIT_S", 1.0)
-    monkeypatch.setattr(fetcher, "_clients", {})
+    impatient = store_module.open_store(cluster.context)
+    monkeypatch.setattr(cluster.context.store, "_fetch", impatient._fetch)
     channel = Channel.create(cluster, "items3")
     group.on(1).produce(channel, 3).wait(60)
     server = store_server_of(cluster, "node1")

@@ -106,6 +106,9 @@ class Echo(Worker):
     def take_one(self, channel: Channel) -> Any:
         return channel.take(20)
 
+    def take_all(self, channel: Channel) -> list[Any]:
+        return list(channel)
+
     def hold_the_interpreter(self, seconds: float) -> None:
         ctypes.PyDLL(None).usleep(int(1e6 * seconds))  # without letting go of the lock
 

@@ -34,21 +34,23 @@ def test_a_healthy_step_finds_nothing(tmp_path: Path) -> None:
     [
         ("lag/max", 1.0, 1, "lag"),
         ("mismatch/abs_mean", 0.5, 2, "mismatch"),
+        ("mismatch/kl_k3", 0.5, 2, "mismatch kl"),
+        ("mismatch/abs_max", 20.0, 2, "mismatch max"),
         ("mismatch/ess", 0.2, 2, "effective samples"),
-        ("policy/entropy", 0.0, 5, "entropy collapse"),
+        ("policy/entropy", 0.0, 2, "entropy collapse"),
         ("reward/std", 0.0, 2, "no signal"),
         ("length/repeated", 0.5, 2, "repetition"),
         ("correction/dropped", 0.6, 2, "masked tokens"),
         ("mismatch/outside", 0.3, 2, "mismatch tail"),
         ("memory/available", 0.01, 1, "memory"),
         ("disk/checkpoints_left", 0.5, 1, "disk"),
-        ("length/truncated", 0.9, 3, "truncated answers"),
+        ("length/truncated", 0.9, 2, "truncated answers"),
         ("rollout/errors", 0.5, 2, "failing rewards"),
-        ("length/response", 1.0, 3, "empty answers"),
+        ("length/response", 1.0, 2, "empty answers"),
         ("policy/clipped", 0.4, 2, "clipped updates"),
         ("policy/kl", 2.5, 2, "large updates"),
-        ("grad_norm", 0.0, 3, "no update"),
-        ("rollout/no_tool_call", 1.0, 3, "tools never called"),
+        ("grad_norm", 0.0, 2, "no update"),
+        ("rollout/no_tool_call", 1.0, 2, "tools never called"),
     ],
 )
 def test_each_fault_is_named_after_its_patience_and_once(
@@ -68,6 +70,13 @@ def test_a_fault_that_went_away_and_came_back_is_named_again(tmp_path: Path) -> 
     assert counts == [1, 0, 1]
 
 
+def test_a_figure_at_its_bound_is_named_once_and_again_after_some_good_steps(tmp_path: Path) -> None:
+    guards = watch(tmp_path)
+    shares = [0.6, 0.6, 0.4, 0.6, 0.6, *[0.4] * 5, 0.6, 0.4, 0.6, 0.6]
+    told = [step for step, share in enumerate(shares) if guards.check(step, {"length/truncated": share})]
+    assert told == [1, 13]
+
+
 def test_a_gradient_that_is_not_finite_is_told_and_one_that_stays_so_stops_the_run(tmp_path: Path) -> None:
     guards = watch(tmp_path)
     (found,) = guards.check(1, {"grad_norm": float("nan")})
@@ -79,18 +88,31 @@ def test_a_gradient_that_is_not_finite_is_told_and_one_that_stays_so_stops_the_r
 
 
 @pytest.mark.parametrize(
-    ("metric", "usual", "jump", "name"),
-    [("reward/mean", 0.3, 0.95, "reward jump"), ("length/response", 40.0, 300.0, "length drift")],
+    ("metric", "usual", "jump", "leap", "name"),
+    [
+        ("reward/mean", 0.3, 0.7, 1.1, "reward jump"),
+        ("reward/mean", 40.0, 55.0, 65.0, "reward jump"),
+        ("length/response", 40.0, 130.0, 300.0, "length drift"),
+        ("length/response", 40.0, 12.0, 5.0, "length drift"),
+        ("policy/entropy", 1.0, 0.04, 0.02, "entropy collapse"),
+    ],
 )
-def test_a_figure_that_leaves_its_course_is_named_and_one_that_climbs_is_not(
-    tmp_path: Path, metric: str, usual: float, jump: float, name: str
+@pytest.mark.parametrize("num_before", [3, 12])
+def test_a_figure_that_leaves_its_course_is_named_at_once_and_one_that_climbs_is_not(
+    tmp_path: Path, metric: str, usual: float, jump: float, leap: float, name: str, num_before: int
 ) -> None:
     climbing = watch(tmp_path / "climbing")
     assert [climbing.check(step, {metric: usual * (1 + 0.04 * step)}) for step in range(40)] == [[]] * 40
-    jumping = watch(tmp_path / "jumping")
-    assert not any(jumping.check(step, {metric: usual + 0.001 * (step % 3)}) for step in range(12))
-    (found,) = jumping.check(12, {metric: jump})
-    assert found.guard == name
+
+    def findings(value: float) -> list[str]:
+        watching = watch(tmp_path / str(value))
+        course = [usual + 0.001 * (step % 3) for step in range(num_before)]
+        told = [watching.check(step, {metric: each}) for step, each in enumerate([*course, value, value])]
+        assert not any(told[:num_before])
+        return [finding.guard for found in told for finding in found]
+
+    assert findings(leap) == [name], "within two steps"
+    assert findings(jump) == ([name] if num_before == 12 else []), "few steps are no course yet"
 
 
 def test_a_full_disk_pauses_the_run_until_there_is_room(

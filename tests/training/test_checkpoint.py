@@ -14,6 +14,7 @@ from rill.errors import CheckpointError
 from rill.training import checkpoint
 from rill.training.checkpoint import FOLDER, MANIFEST
 from rill.training.policy import PolicyTrainer
+from rill.training.staging import Staging, StateCopy
 from tests.training.tiny import make_samples, trainer
 
 
@@ -93,6 +94,33 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_save_holds_the_weights_of_its_moment(tmp_path: Path) -> None:
+    t = trainer()
+    t.update(make_samples())
+    wanted = weights(t)
+    t.save(tmp_path)
+    t.update(make_samples(seed=5))
+    t.wait_saved()
+    again = trainer()
+    assert again.load(tmp_path) == 1
+    assert all(torch.equal(w, wanted[n]) for n, w in weights(again).items())
+
+
+def test_a_save_returns_before_the_state_is_copied_and_the_next_step_waits_for_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_step_due = threading.Event()
+    copies, waits = Staging.to_host, StateCopy.wait
+
+    def when_a_step_is_due(self: Staging, name: str, value: Any) -> Any:
+        assert is_step_due.wait(60)
+        return copies(self, name, value)
+
+    def wait(self: StateCopy) -> None:
+        is_step_due.set()
+        waits(self)
+
+    monkeypatch.setattr(Staging, "to_host", when_a_step_is_due)
+    monkeypatch.setattr(StateCopy, "wait", wait)
     t = trainer()
     t.update(make_samples())
     wanted = weights(t)

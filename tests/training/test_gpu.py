@@ -147,6 +147,32 @@ def test_offloaded_memory_is_given_back_and_comes_back_bit_for_bit() -> None:
     assert t.update(make_samples(seed=1))["loss"] == again.update(make_samples(seed=1))["loss"]
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["the next step", "offload"])
+def test_a_checkpoint_is_copied_beside_training_and_holds_the_state_of_its_moment(
+    tmp_path: Path, leaves: bool
+) -> None:
+    t = gpu_trainer()
+    memory: list[int] = []
+    for turn in range(3):
+        t.update(make_samples(seed=turn))
+        masters = {slot.name: slot.master.clone() for slot in t.engine.slots}
+        t.save(tmp_path)
+        if leaves:
+            t.offload()
+            t.onload()
+        else:
+            t.update(make_samples(seed=9))
+        t.wait_saved()
+        again = gpu_trainer()
+        again.load(tmp_path)
+        for slot in again.engine.slots:
+            assert torch.equal(slot.master, masters[slot.name]), slot.name
+        pinned = t._checkpointer._staging._pinned
+        memory.append(sum(buffer.data_ptr() for buffer in pinned.values()))
+        assert pinned and all(buffer.is_pinned() for buffer in pinned.values())
+    assert len(set(memory)) == 1, "made once and used again"
+
+
 def test_one_rank_of_nccl_trains_like_a_process_alone(tmp_path: Path) -> None:
     alone = gpu_trainer()
     rendezvous = Rendezvous(init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout_s=60.0)

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from rill.models.loading import ModelConfig
 from rill.models.train.attention_packed import gather_row
-from rill.training import checkpoint
 from rill.training.module import load_packed_lm
 from rill.training.parallel import World, apply_tensor_parallel, full, local
 from rill.training.policy import PolicyTrainer
 from rill.training.score import ScoreModel
+from rill.training.staging import Staging, StateCopy
 from tests.training.test_gpu import WIDE, gpu_trainer
 from tests.training.tiny import config, make_samples
 
@@ -62,8 +62,8 @@ def test_a_sharded_trainer_trains_saves_and_exports_like_one_that_is_not(
     metrics = [t.finish() for t in (alone, sharded)]
     assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=0.02)
 
-    staged = [checkpoint._to_host(value) for value in sharded.engine.state().values()]
-    assert all(local(value).device.type == "cpu" for value in staged)
+    staged = StateCopy(Staging(sharded.engine.device), sharded.engine.state()).run()
+    assert all(local(value).device.type == "cpu" for value in staged.values())
     sharded.save(tmp_path / "checkpoints")
     saved = {name: weight.clone() for name, weight in sharded.named_weights()}
     sharded.update(make_samples(seed=1))

@@ -284,7 +284,9 @@ def test_batch_invariant_logprobs_have_the_same_bits_alone_and_together() -> Non
     together = t.logprobs(samples)
     for sample, values in zip(samples, together, strict=True):
         np.testing.assert_array_equal(t.logprobs([sample])[0], values)
-    for values, wanted in zip(together, t._recompute(samples, 1.0, trained_only=False), strict=True):
+    for values, wanted in zip(
+        together, t._recomputed(t._sequences(samples, every_token=True), 1.0), strict=True
+    ):
         np.testing.assert_allclose(values, wanted, atol=1e-4)
 
 

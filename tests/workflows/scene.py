@@ -12,34 +12,32 @@ import os
 import pickle
 import signal
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from rill.algorithms import AlgorithmConfig
-from rill.data.loader import LoaderConfig
-from rill.data.tasks.arithmetic import ArithmeticDataset
 from rill.journal.checkpoints import RunCheckpoints
-from rill.journal.token_log import JournalConfig
 from rill.models.loading import ModelConfig
 from rill.runtime.cluster import Cluster
 from rill.telemetry.run import Run
 from rill.training.parallel import World
 from rill.types import PolicyVersion, Prompt, Sample, Trajectory
 from rill.weights import Canary, CanaryProof, Publisher, SealedManifest, open_publisher, seated
-from rill.weights.publishing import PublishingWorker, Synced
-from rill.workflows.config import EvalSetConfig, FlowConfig, LoopConfig, RolloutConfig, SyncConfig
-from rill.workflows.controller import Controller, PromptPlan
+from rill.weights.publishing import PublishingWorker
+from rill.workflows.config import SyncConfig
+from rill.workflows.controller import Controller
 from rill.workflows.edges import Edge
 from rill.workflows.env_worker import EnvWorker
 from rill.workflows.episodes import EpisodeSettings
-from rill.workflows.fleet import Engines, Fleet
+from rill.workflows.fleet import Fleet
 from rill.workflows.flow import Flow
-from rill.workflows.grpo import finish_group
+from rill.workflows.grpo import GRPO, finish_group
 from rill.workflows.loop import Loop, StepReport
 from rill.workflows.records import Channels, Flows
 from rill.workflows.rollout import RolloutWorker
+from rill.workflows.session import Engines, Session
 from tests.workflows.scripted_engine import ENGINE, WEIGHT, scores
 
 MODEL = ModelConfig(
@@ -89,9 +87,10 @@ class RecordingActor(PublishingWorker):
         path.write_bytes(pickle.dumps((version, parts)))
         return {}
 
-    def publish(self, version: PolicyVersion) -> Synced | None:
-        """Without a turn on the devices, which engines that run ahead hold for the whole run."""
-        return self._bring_engines_to(self._gather(version))
+    @property
+    def device_lock(self) -> Any:
+        """None: engines that run ahead hold the devices for the whole run."""
+        return nullcontext
 
     def _gather(self, version: PolicyVersion) -> SealedManifest:
         self.value = float(version)
@@ -150,49 +149,47 @@ class Scene:
         self.records = self.folder / "records"
         self.records.mkdir(parents=True, exist_ok=resumed is not None)
         self.max_new_tokens = max_new_tokens
-        self.algorithm = AlgorithmConfig.model_validate(
-            {"type": "grpo", "filters": {"drop_equal_rewards": drop_equal}}
-        )
-        sync = SyncConfig.model_validate(
+        data = {"type": "arithmetic", "digits": [1, 2]}
+        self.config = GRPO.Config.model_validate(
             {
-                "timeout_s": sync_timeout_s,
-                "transport": {"type": "shm", "bucket_bytes": 128, **(transport or {})},
-            }
-        )
-        rollout = RolloutConfig.model_validate(
-            {
-                "engine": {"type": ENGINE, "record_dir": str(self.records), **(engine or {})},
-                "env": {
-                    "type": "single_turn",
-                    "reward": {
-                        "type": "function",
-                        "function": f"{__name__}:parity",
-                        "run_in": "inline",
+                "seed": SEED,
+                "model": MODEL,
+                "data": data,
+                "algorithm": {"type": "grpo", "filters": {"drop_equal_rewards": drop_equal}},
+                "trainer": {},
+                "rollout": {
+                    "engine": {"type": ENGINE, "record_dir": str(self.records), **(engine or {})},
+                    "env": {
+                        "type": "single_turn",
+                        "reward": {
+                            "type": "function",
+                            "function": f"{__name__}:parity",
+                            "run_in": "inline",
+                        },
                     },
+                    "env_workers": env_workers,
+                    "sampling": {"max_new_tokens": max_new_tokens},
+                    "group_size": group_size,
                 },
-                "sampling": {"max_new_tokens": max_new_tokens},
-                "group_size": group_size,
+                "loop": {
+                    "steps": steps,
+                    "prompts_per_step": prompts_per_step,
+                    "step_timeout_s": DEADLINE_S,
+                    **loop,
+                },
+                "eval": {"num_prompts": 0, "every": 0, "sets": self._eval_sets(data, evals)},
+                "flow": {"granularity": granularity},
+                "journal": {"delay_s": 0.02},
+                "sync": {
+                    "timeout_s": sync_timeout_s,
+                    "transport": {"type": "shm", "bucket_bytes": 128, **(transport or {})},
+                },
             }
         )
-        self.evals = self._eval_sets(evals)
-        settings = EpisodeSettings(
-            rollout=rollout,
-            algorithm=self.algorithm,
-            model=MODEL,
-            evals=self.evals,
-            finish_group=finish_group,
-            seed=SEED,
-            run_dir=str(self.folder),
-            journal=JournalConfig(delay_s=0.02),
-        )
+        sync = self.config.sync
+        settings = EpisodeSettings(self.config, finish_group, str(self.folder))
         self.rollout = RolloutWorker.launch_async(
-            cluster,
-            name=f"rollout-{name}",
-            placement=engines,
-            threads=1,
-            settings=settings,
-            sync=sync,
-            has_episodes=env_workers == 0,
+            cluster, name=f"rollout-{name}", placement=engines, threads=1, settings=settings
         )
         transport_end = seated(sync.transport, rank=0, num_receivers=self.rollout.size)
         self.actor = RecordingActor.launch(
@@ -206,18 +203,13 @@ class Scene:
         self.rollout.ready(DEADLINE_S)
         channels = Channels(cluster, DEADLINE_S, f"-{name}")
         self.flows = Flows.of(channels)
-        config = LoopConfig(steps=steps, prompts_per_step=prompts_per_step, step_timeout_s=DEADLINE_S, **loop)
         self.controller = Controller.launch(
             cluster,
             name=f"controller-{name}",
             placement="0",
             threads=1,
-            prompts=PromptPlan(data=ArithmeticDataset.Config(digits=(1, 2)), loader=LoaderConfig(seed=SEED)),
-            config=config,
-            group_size=group_size,
-            evals=self.evals,
+            config=self.config,
             run_dir=str(self.folder),
-            journal=settings.journal,
         )
         self.env = None
         if env_workers:
@@ -226,25 +218,18 @@ class Scene:
             )
         self.engines = Engines(self.rollout, self.env)
         Scene.alive.append(self)
-        self.fleet = Fleet(self.engines, self.flows, channels, self.actor, sync, config)
         self.run_folder: Run = (
             Run.create(name, root=self.folder / "runs") if resumed is None else resumed.run_folder
         )
+        session = Session(
+            self.config, self.run_folder, channels, self.flows, self.controller, self.engines, self.actor
+        )
+        self.fleet = Fleet(session)
         self.reports: list[StepReport] = []
-        chunks = FlowConfig(granularity=granularity)
-        flow = Flow(chunks, config, self.controller, self.fleet, lambda *_: False, self.flows, channels)
         self.checkpoints = RunCheckpoints(
             self.run_folder, {"actor": self.actor, "controller": self.controller}, 2, DEADLINE_S
         )
-        self.loop = Loop(
-            config,
-            flow,
-            self.step,
-            self.controller,
-            self.checkpoints,
-            [self.reports.append],
-            eval_every=0 if evals else None,
-        )
+        self.loop = Loop(Flow(self.fleet), self.step, self.checkpoints, [self.reports.append])
         if resumed is not None:
             self.loop.restore()
         self.controller.start(self.flows).wait(timeout_s=DEADLINE_S)
@@ -253,12 +238,9 @@ class Scene:
         batch = flow.select(flow.sample(self.engines))
         flow.update(self.actor, batch)
 
-    def _eval_sets(self, num_prompts: int) -> dict[str, EvalSetConfig]:
-        if num_prompts == 0:
-            return {}
-        data = ArithmeticDataset.Config(digits=(1, 2))
-        chosen = EvalSetConfig(name="sums", data=data, num_prompts=num_prompts, samples=2, temperature=1.0)
-        return {"sums": chosen}
+    def _eval_sets(self, data: Mapping[str, Any], num_prompts: int) -> list[dict[str, Any]]:
+        chosen = {"name": "sums", "data": data, "num_prompts": num_prompts, "samples": 2, "temperature": 1.0}
+        return [chosen] if num_prompts else []
 
     def run(self) -> None:
         with self.checkpoints:

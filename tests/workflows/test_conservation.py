@@ -43,7 +43,7 @@ def check_conserved(scene: Scene) -> None:
         for members in groups.values():
             rewards = np.array([s.trajectory.reward for s in members])
             lengths = [int(s.trajectory.loss_mask.sum()) for s in members]
-            expected = Algorithm(scene.algorithm).group_advantages(rewards, lengths)
+            expected = Algorithm(scene.config.algorithm).group_advantages(rewards, lengths)
             for sample, advantage in zip(members, expected, strict=True):
                 on = np.where(sample.trajectory.loss_mask, advantage, 0.0)
                 np.testing.assert_array_equal(sample.advantages, on.astype(np.float32))

@@ -22,13 +22,14 @@ from rill.envs.robots.recording import Recording
 from rill.errors import ConfigError, DataError
 from rill.models.robots.base import load_policy
 from rill.runtime.group import WorkerGroup
+from rill.telemetry.chrome import read_trace
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run
 from rill.types import InitialState, Prompt
 from rill.workflows.embodied import Embodied
 from rill.workflows.loop import StepReport
 from rill.workflows.records import Task
-from rill.workflows.robots.config import ImitationConfig
+from rill.workflows.robots.config import ImitationConfig, RobotClusterConfig
 from rill.workflows.robots.outcome import finished
 from tests.data.test_lerobot import written
 from tests.models.robots.checkpoints import openvla, tokenizer
@@ -151,8 +152,15 @@ def test_a_failed_episode_is_no_score_and_in_no_group() -> None:
 def test_stages_placement_and_a_resume_change_no_bit_of_a_synchronous_run(tmp_path: Path) -> None:
     runs = [Run.create("robot", root=tmp_path, config_toml="") for _ in range(3)]
     run_of(recipe(), runs[0])
-    split = {"env": "0", "rollout": "0", "actor": "1"}
-    run_of(recipe(rollout__stages=1, rollout__num_envs=5, placement=split), runs[1])
+    apart = {
+        "env": "robot:0",
+        "rollout": "0",
+        "actor": "1",
+    }  # a robot, or what stands for it, is a device of its own
+    split = recipe(
+        rollout__stages=1, rollout__num_envs=5, placement=apart, cluster={"devices": "cpu:2,robot:1"}
+    )
+    run_of(split, runs[1])
     assert weights_of(runs[0]) == weights_of(runs[1])
     run_of(recipe(loop__steps=3), runs[2])
     run_of(recipe(), runs[2])
@@ -210,6 +218,34 @@ def test_a_pretrained_policys_adapters_are_trained_and_sent_and_a_data_set_is_im
     refused = {"steps": 4, "dataset": str(written(tmp_path / "films", "v2.1", **broken))}
     with pytest.raises(DataError, match="as video files"):
         run_of(config.model_copy(update={"imitation": ImitationConfig(**refused)}), run)
+
+
+@pytest.mark.slow
+def test_simulators_on_the_device_take_turns_with_the_policy_or_stay_beside_it_and_change_no_bit(
+    tmp_path: Path,
+) -> None:
+    shared, hybrid = (Run.create("robot", root=tmp_path, config_toml="") for _ in range(2))
+    simulator = {"type": "tests.envs.robots.fakes:PointScenes", "step_s": 0.002}
+    config = recipe(simulator=simulator, loop__steps=3, cluster={"devices": 1})
+    run_of(config, shared)
+    run_of(config.model_copy(update={"cluster": RobotClusterConfig(devices=1, colocate=True)}), hybrid)
+    assert weights_of(shared) == weights_of(hybrid)
+    both = (num_overlaps(run, "simulate", "rollout.decide") for run in (shared, hybrid))
+    assert next(both) == 0 < next(both)
+
+
+def num_overlaps(run: Run, one: str, other: str) -> int:
+    """Pairs of spans of these names that were open at the same time."""
+    spans = {
+        name: [
+            (event.at_ns, event.at_ns + event.duration_ns)
+            for event in read_trace(run.path)
+            if event.name == name
+        ]
+        for name in (one, other)
+    }
+    assert spans[one] and spans[other]
+    return sum(a < d and c < b for a, b in spans[one] for c, d in spans[other])
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from rill.runtime.device.device import Device
 from rill.telemetry.run import Run
 from rill.weights import TransportConfig
 from rill.workflows import recipe_schema
-from rill.workflows.config import SyncConfig
+from rill.workflows.config import OnlineConfig
 from rill.workflows.grpo import GRPO
 from rill.workflows.language import require_same_tokenizer
 from rill.workflows.launch import Launcher, routed
@@ -82,8 +82,19 @@ def test_the_placement_decides_how_weights_travel(
     devices = [Device(kind=kind, index=i, id=i, node_id=node) for i, node in enumerate(nodes)]
 
     def route(**transport: str) -> tuple[str, str]:
-        sync = SyncConfig.model_validate({"transport": transport})
-        found = routed(sync, devices, actor=actor, pulling=(rollout,), stay_on_gpu=stay).transport
+        config = OnlineConfig.model_validate(
+            {
+                "workflow": "any",
+                "data": {"type": "arithmetic"},
+                "rollout": {},
+                "algorithm": {},
+                "trainer": {},
+                "sync": {"transport": transport},
+                "cluster": {"colocate": stay},
+                "placement": {"rollout": rollout, "actor": actor},
+            }
+        )
+        found = routed(config, devices).transport
         assert isinstance(found, TransportConfig)
         return found.type, found.verify.value
 

@@ -16,6 +16,7 @@ from rill.telemetry.metrics import read_metrics
 from rill.workflows import recipe_schema
 
 FP8 = "rollout.engine.quantization=fp8"
+INT4 = "rollout.engine.quantization=int4"
 
 
 def config_of(*changes: str) -> Any:
@@ -47,13 +48,22 @@ def test_guard_and_canary_allow_for_8_bits() -> None:
     assert config_of(FP8, "sync.canary_tolerance=0.1").sync.canary_tolerance == 0.1
 
 
+def test_one_switch_makes_the_trainer_compute_with_4_bits_too() -> None:
+    config = config_of(INT4)
+    assert config.trainer.quantization_aware == "int4" and not config.is_quantized
+    assert config.algorithm.correction.type == "tis" and config.sync.canary_tolerance == 0.0
+    assert config_of().trainer.quantization_aware is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-def test_the_demo_learns_with_quantised_rollouts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [(FP8, "rollout.engine.kv_cache_dtype=fp8"), (INT4,)], ids=["fp8", "int4"]
+)
+def test_the_demo_learns_with_quantised_rollouts(changes: tuple[str, ...], tmp_path: Path) -> None:
     """From below 40 % of held-out sums to above 85 %, which is what the demo promises without."""
     command = [
-        sys.executable, "-m", "rill.cli.main", "train", "demo", FP8, "rollout.engine.kv_cache_dtype=fp8",
-        "--name", "fp8", "--root", str(tmp_path),
+        sys.executable, "-m", "rill.cli.main", "train", "demo", *changes, "--name", "fp8", "--root", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1500

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rill.training.balance import CostModel
-from rill.workflows.records import BY_TOKENS, Chunk, Outcome, group_id
+from rill.workflows.records import BY_TOKENS, Chunk, Outcome, group_id, sample_key
 
 OUTCOMES = st.lists(
     st.tuples(st.integers(0, 10_000), st.lists(st.integers(1, 500), min_size=1, max_size=5)),
@@ -30,7 +30,8 @@ def test_every_sample_belongs_to_one_rank_in_batch_order(
 ) -> None:
     chunk, outcomes = chunk_of(rows)
     chunk = pickle.loads(pickle.dumps(chunk))
-    expected = [key for outcome in sorted(outcomes, key=lambda o: o.index) for key in outcome.keys]
+    ordered = sorted(outcomes, key=lambda outcome: outcome.index)
+    expected = [sample_key(group_id(o.index), i) for o in ordered for i in range(len(o.lengths))]
     shares = [
         chunk.share(rank, num_ranks, whole_groups=whole_groups, cost=BY_TOKENS) for rank in range(num_ranks)
     ]

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,12 +15,11 @@ import pytest
 from rill.errors import PeerDiedError, RunError, WeightSyncError
 from rill.journal.records import Event, Finished, Opened, Segment
 from rill.journal.token_log import FOLDER
-from rill.planning.elastic import ElasticConfig, Scaler
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.types import PolicyVersion
-from rill.workflows.fleet import Crew, Door
+from rill.workflows.fleet import Crew
 from tests.weights.test_distributed import free_port
 from tests.workflows.broken_transport import TRANSPORT
 from tests.workflows.scene import DEADLINE_S, Scene
@@ -111,13 +109,13 @@ def test_engines_that_are_looked_after_in_the_moment_an_epoch_ends_are_not_calle
     tend, begin = scene.fleet.tend, engines.begin
 
     def once_they_have_ended() -> None:
-        while not all(engines._calls[0].handle.so_far()):
+        while not all(engines._calls[0].so_far()):
             time.sleep(0.002)
         tend()
 
-    def counted(ranks: Sequence[int]) -> None:
+    def counted(*ranks: int) -> None:
         calls.append(ranks)
-        begin(ranks)
+        begin(*ranks)
 
     monkeypatch.setattr(scene.fleet, "tend", once_they_have_ended)
     monkeypatch.setattr(engines, "begin", counted)
@@ -181,8 +179,7 @@ def test_an_engine_joins_those_that_run_ahead_and_one_that_is_told_to_go_leaves_
         order="admission",
         engine=SLOW,
     )
-    scene.fleet._door = Door(tmp_path, str, lambda: None, Scaler(ElasticConfig()), lambda: 0)
-    scene.loop._observers = [lambda report: scene.fleet.join("0") if report.step == 1 else None]
+    scene.loop.observers = [lambda report: scene.fleet.join("0") if report.step == 1 else None]
     telling = kill_at_step(scene, 1, 3, number=signal.SIGTERM)
     with caplog.at_level(logging.WARNING, "rill"):
         scene.run()
@@ -288,7 +285,7 @@ class Mortal:
 
 def test_an_engine_that_dies_while_it_is_brought_back_is_started_once_more() -> None:
     def bring_back(group: Mortal) -> None:
-        crew = Crew(cast(Any, group), call=cast(Any, None), max_relaunches=3)
+        crew = Crew(cast(Any, group), 3, "generate")
         crew.relaunch(0, "killed", 1.0, lambda: None)
 
     bring_back(twice := Mortal(2))

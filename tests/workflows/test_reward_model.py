@@ -101,7 +101,9 @@ def test_scores_are_added_and_advantages_follow_within_each_group() -> None:
     )
     expected = algorithm.group_advantages([1.0, 2.0], [3, 3])
     for member, advantage in zip((rewarded[1], rewarded[3]), expected, strict=True):
-        np.testing.assert_array_equal(member.advantages, np.array([0, 1, 1, 1], np.float32) * advantage)
+        np.testing.assert_array_equal(
+            member.advantages, np.array([0, 1, 1, 1], np.float32) * np.float32(advantage)
+        )
 
 
 def test_a_model_that_replaces_the_reward_leaves_the_environments_reward_to_reports() -> None:

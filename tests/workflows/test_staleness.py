@@ -48,7 +48,6 @@ class Bench:
         extra: int = 0,
         max_resumes: int = 8,
         max_refills: int = 0,
-        max_concurrent: int = 100,
         in_order: bool = False,
         size: int = 10_000,
         steps: int = 1000,
@@ -56,7 +55,6 @@ class Bench:
         config = LoopConfig(
             prompts_per_step=batch,
             max_lag=max_lag,
-            max_concurrent_prompts=max_concurrent,
             steps=steps,
             overprovision=extra / batch,
             order="admission" if in_order else "completion",
@@ -310,10 +308,6 @@ def test_lag_zero_admits_one_batch_and_no_more_until_it_is_trained() -> None:
     assert bench.state.room == 4
 
 
-def test_concurrency_bounds_admission_before_lag_does() -> None:
-    assert Bench(batch=8, max_lag=3, max_concurrent=5).state.room == 5
-
-
 def test_groups_join_the_batch_as_they_come_and_are_announced_once() -> None:
     bench = Bench(batch=3)
     bench.admit()
@@ -346,14 +340,12 @@ def test_a_run_resumed_with_another_batch_size_goes_on(batch: int) -> None:
 
 
 @settings(max_examples=30)
-@given(
-    batch=st.integers(1, 6), lag=st.integers(0, 4), concurrent=st.integers(1, 20), seed=st.integers(0, 999)
-)
+@given(batch=st.integers(1, 6), lag=st.integers(0, 4), seed=st.integers(0, 999))
 def test_consumed_in_order_of_admission_no_group_is_older_than_the_allowed_lag(
-    batch: int, lag: int, concurrent: int, seed: int
+    batch: int, lag: int, seed: int
 ) -> None:
     rng = random.Random(seed)
-    bench = Bench(batch=batch, max_lag=lag, max_concurrent=concurrent, in_order=True)
+    bench = Bench(batch=batch, max_lag=lag, in_order=True)
     born: dict[int, int] = {}
     running: list[int] = []
     for _ in range(100):

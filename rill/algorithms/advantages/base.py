@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +96,9 @@ class GroupAdvantage(ABC):
     allows_steps: bool = True
     """False where the advantage holds for the first optimizer step of a batch only."""
 
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
     @abstractmethod
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:
         """Advantages of one group; the inputs are finite and not empty."""
@@ -108,6 +112,9 @@ class TokenAdvantage(ABC):
 
     min_samples: int = 1
     allows_steps: bool = True
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     @abstractmethod
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:

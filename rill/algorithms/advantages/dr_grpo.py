@@ -14,9 +14,6 @@ class DrGRPO(GroupAdvantage):
     class Config(PartConfig):
         type: Literal["dr_grpo"] = "dr_grpo"
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:
         return centre(rewards_G)
 

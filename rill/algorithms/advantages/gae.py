@@ -34,8 +34,10 @@ class GAE(TokenAdvantage):
         whiten: bool = True
         """Standardise advantages over the trained tokens of all ranks."""
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
-        self.config = config
+        super().__init__(config)
         self.scope = Scope.BATCH if config.whiten else Scope.SAMPLE
 
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:

@@ -27,8 +27,7 @@ class GDPO(TokenAdvantage):
         epsilon: float = Field(1e-6, ge=0)
         """Added to the standard deviations."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         """A_i = whiten over all episodes of Σ_k w_k (r_ik − mean_g r_k) / (std_g r_k + ε)."""

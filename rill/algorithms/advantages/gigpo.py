@@ -40,8 +40,7 @@ class GiGPO(TokenAdvantage):
         epsilon: float = Field(1e-6, ge=0)
         """Added to the deviation."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         config, turns = self.config, turns_of(batch, rewards_N)

@@ -25,8 +25,7 @@ class GPG(TokenAdvantage):
         scale: float = Field(1.0, gt=0)
         """F_norm: divides the advantages."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         """A_i = α (R_i − mean of i's group) / F_norm, α = episodes / (episodes of groups whose rewards differ)."""

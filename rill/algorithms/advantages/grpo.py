@@ -17,8 +17,7 @@ class GRPO(GroupAdvantage):
         epsilon: float = Field(1e-6, ge=0)
         """Added to the standard deviation."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:
         return standardise(rewards_G, self.config.epsilon)

@@ -25,8 +25,7 @@ class GRPOBatchStd(TokenAdvantage):
         epsilon: float = Field(1e-6, ge=0)
         """Added to the standard deviation."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         """A_i = (R_i − mean of i's group) / (unbiased std of R over all episodes of all ranks + ε)."""

@@ -31,8 +31,7 @@ class OnlineDPO(TokenAdvantage):
         beta: float = Field(0.1, gt=0)
         """Strength of the tie to the reference."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         """±2β σ(−βh) on the best and the worst of a group, h = log π/π_ref(best) − log π/π_ref(worst); a group whose

@@ -17,9 +17,6 @@ class OPO(GroupAdvantage):
     class Config(PartConfig):
         type: Literal["opo"] = "opo"
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:
         return length_weighted(rewards_G, lengths_G)
 

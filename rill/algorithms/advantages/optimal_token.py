@@ -28,9 +28,6 @@ class OptimalToken(TokenAdvantage):
     class Config(PartConfig):
         type: Literal["optimal_token"] = "optimal_token"
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         """A_t = G_t − Σ_i W_t^i G_t^i / Σ_i W_t^i over the samples of the group that have a t-th trained token;
         G_t the reward from t on, W_t = Σ_{u≤t} (1 − 2π_u + Σπ_u²). A group of one has baseline 0."""

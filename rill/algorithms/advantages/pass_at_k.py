@@ -28,8 +28,10 @@ class PassAtK(GroupAdvantage):
         epsilon: float = Field(1e-6, ge=0)
         """Added to the standard deviation (form 'best')."""
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
-        self.config = config
+        super().__init__(config)
         self.min_samples = 2 if config.form == "best" else config.k
 
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:

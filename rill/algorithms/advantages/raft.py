@@ -22,8 +22,7 @@ class RAFT(GroupAdvantage):
         keep_best: int = Field(0, ge=0)
         """At most so many of a group, the best first, earlier ones before later ones of the same reward. 0: all."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:
         """A_i = 1 where accepted; the rest is not trained on. With the reinforce loss this is supervised training."""

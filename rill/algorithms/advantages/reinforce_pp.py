@@ -21,8 +21,7 @@ class ReinforcePP(TokenAdvantage):
         gamma: float = Field(1.0, ge=0, le=1)
         """Discount per trained token."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         """A = whiten(Σ_{k≥0} γ^k r_{t+k}); the KL penalty is in r (kl.place = "reward")."""

@@ -19,9 +19,6 @@ class ReinforcePPBaseline(TokenAdvantage):
     class Config(PartConfig):
         type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         """A_t = whiten(R_i − mean of i's group), the same on every trained token of i."""
         centred_S = minus_group_mean(batch, batch.rewards_S)

@@ -16,9 +16,6 @@ class ReMax(GroupAdvantage):
     class Config(PartConfig):
         type: Literal["remax"] = "remax"
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:
         """A_i = R_i − R_greedy."""
         assert greedy_reward is not None

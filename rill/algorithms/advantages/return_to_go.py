@@ -31,8 +31,7 @@ class ReturnToGo(TokenAdvantage):
         gamma: float = Field(1.0, ge=0, le=1)
         """Discount per turn."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         turns = turns_of(batch, rewards_N)

@@ -16,8 +16,7 @@ class Reward(GroupAdvantage):
         scale: float = 1.0
         """Times the reward. 0 with distillation on the advantage: the teacher alone teaches."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:
         """A_i = scale · R_i."""

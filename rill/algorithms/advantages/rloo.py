@@ -13,9 +13,6 @@ class RLOO(GroupAdvantage):
     class Config(PartConfig):
         type: Literal["rloo"] = "rloo"
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:
         return leave_one_out(rewards_G)
 

@@ -39,8 +39,7 @@ class Turn(TokenAdvantage):
         epsilon: float = Field(1e-6, ge=0)
         """Added to the standard deviation."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         turns = turns_of(batch, rewards_N)

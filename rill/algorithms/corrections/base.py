@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -40,6 +40,9 @@ class Correction(ABC):
 
     uses_rollout_ratio: bool = False
     """True where weights hold π/μ; a loss that holds it itself would count the mismatch twice."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     @abstractmethod
     def weights(self, batch: TokenBatch) -> CorrectionWeights:

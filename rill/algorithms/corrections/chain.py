@@ -22,8 +22,10 @@ class Chain(Correction):
         parts: tuple[Annotated[PartConfig, OneOf(CORRECTIONS)], ...] = Field(min_length=1)
         """Applied together, e.g. [{ type = "sequence_mask" }, { type = "tis" }]."""
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
-        self.config = config
+        super().__init__(config)
         self.parts: list[Correction] = [CORRECTIONS.load(part.type)(part) for part in config.parts]
         if sum(Need.STATISTICS in part.needs for part in self.parts) > 1:
             raise ConfigError(

@@ -22,8 +22,7 @@ class LagLimit(Correction):
         renormalise: bool = True
         """Take dropped tokens out of the aggregation's denominator too."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def weights(self, batch: TokenBatch) -> CorrectionWeights:
         """1 where lag ≤ max_lag, else 0."""

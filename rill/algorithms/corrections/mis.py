@@ -55,8 +55,10 @@ class MaskedIS(Correction):
         def lowest(self) -> float:
             return self.low if self.low is not None else 0.5 if self.level == "token" else 0.0
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
-        self.config = config
+        super().__init__(config)
         self.bounds = (config.lowest, config.high)
         self.uses_rollout_ratio = config.weigh
         self.needs = weight_needs(config.policy, normalise=config.normalise)

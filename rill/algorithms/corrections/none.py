@@ -17,8 +17,5 @@ class NoCorrection(Correction):
     class Config(PartConfig):
         type: Literal["none"] = "none"
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
     def weights(self, batch: TokenBatch) -> CorrectionWeights:
         return CorrectionWeights(weights_N=torch.ones_like(batch.mask_N))

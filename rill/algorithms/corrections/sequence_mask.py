@@ -44,8 +44,7 @@ class SequenceMask(Correction):
                 raise ValueError(f"low {self.low} must be below high {self.high}")
             return self
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def weights(self, batch: TokenBatch) -> CorrectionWeights:
         statistic_S = sequence_divergence(batch, self.config.estimator, self.config.reduction)

@@ -41,8 +41,10 @@ class TruncatedIS(Correction):
         normalise: bool = False
         """Divide by the mean weight of the batch's tokens (or sequences): truncation does not shrink the step then."""
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
-        self.config = config
+        super().__init__(config)
         self.bounds = (1.0 / config.high, config.high)
         self.needs = weight_needs(config.policy, normalise=config.normalise)
 

@@ -27,8 +27,7 @@ class AIPO(PolicyLoss):
         """False: a cut-off token has no gradient, L = −min(π/μ, δ)·A.
         True: it keeps one of weight δ, L = −sg[min(π/μ, δ)]·A·log π."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         log_ratio_N = log_ratio(batch.logprobs_N, batch.rollout_logprobs_N)

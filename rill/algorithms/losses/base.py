@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +20,9 @@ class PolicyLoss(ABC):
 
     uses_rollout_ratio: bool = False
     """True where the loss holds π/μ itself; a correction on top of it would count the mismatch twice."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     @abstractmethod
     def __call__(self, batch: TokenBatch) -> TokenLoss:

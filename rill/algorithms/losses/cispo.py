@@ -20,8 +20,7 @@ class CISPO(PolicyLoss):
         clip_high: float = Field(4.0, ge=0)
         """The weight is at most 1 + this."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         """L = −sg[clip(r, 1 − ε_low, 1 + ε_high)] · A · log π."""

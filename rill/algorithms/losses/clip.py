@@ -24,8 +24,7 @@ class Clip(PolicyLoss):
         dual_clip: float | None = Field(None, gt=1)
         """c: for A < 0 the term is at most −c·A. None: off."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         log_ratio_N = log_ratio(batch.logprobs_N, batch.old_logprobs_N)

@@ -43,8 +43,7 @@ class ClipCov(PolicyLoss):
         band_high: float = 5.0
         """Only tokens of smaller covariance are candidates."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         """The clip loss; of the tokens with cov in (band_low, band_high) a random `share`·N lose their gradient."""

@@ -39,8 +39,10 @@ class Decoupled(PolicyLoss):
         """recompute: π_prox is π_old, one more forward pass where a batch has several optimizer steps.
         approximate: interpolated from μ and π by the token's lag, no pass (AReaL's log-linear form)."""
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
-        self.config = config
+        super().__init__(config)
         if config.proximal == "approximate":
             self.needs = frozenset({Need.LAG})
 

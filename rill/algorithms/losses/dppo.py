@@ -30,8 +30,7 @@ class DPPO(PolicyLoss):
         max_ratio: float = Field(20.0, gt=1)
         """The ratio is cut off here; large, because truncation biases."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         """L = −m · sg[min(r, c)] · A · log π, m the mask of tokens inside the region."""

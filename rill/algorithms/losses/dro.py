@@ -25,8 +25,7 @@ class DRO(PolicyLoss):
         beta: float = Field(0.05, ge=0)
         """β: the strength of the tie to the policy that sampled."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         """L = −A · log π + (β/2) · (log π − log μ)²."""

@@ -23,8 +23,7 @@ class GMPO(PolicyLoss):
         clip_high: float = Field(0.4, ge=0)
         """Log-ratios are clipped above this, in nats."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         """L_i = −A_i · exp( mean_t c_t ), on every token of i, so that a sequence mean gives it back.

@@ -23,8 +23,7 @@ class GSPO(PolicyLoss):
         clip_high: float = Field(4e-4, ge=0)
         """ε_high of the sequence ratio."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         log_ratio_N = log_ratio(batch.logprobs_N, batch.old_logprobs_N)

@@ -36,8 +36,7 @@ class KLCov(PolicyLoss):
         coefficient: float = Field(1.0, ge=0)
         """Of |log π − log π_old| on those tokens."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         """L = −r·A, plus β·|log π − log π_old| on the `share` of tokens with the largest covariance."""

@@ -18,9 +18,6 @@ class Reinforce(PolicyLoss):
     class Config(PartConfig):
         type: Literal["reinforce"] = "reinforce"
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         """L = −A · log π."""
         log_ratio_N = log_ratio(batch.logprobs_N, batch.old_logprobs_N)

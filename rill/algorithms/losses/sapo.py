@@ -22,8 +22,7 @@ class SAPO(PolicyLoss):
         tau_negative: float = Field(1.05, gt=0)
         """τ for A ≤ 0; larger, since pushing a token down lifts all others."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         log_ratio_N = log_ratio(batch.logprobs_N, batch.old_logprobs_N)

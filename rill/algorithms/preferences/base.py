@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,9 @@ class PreferenceLoss(ABC):
     """False: an answer may come alone."""
     needs_kl: bool = False
     """PreferenceBatch.kl: the mean log π/π_ref of answers under other prompts, not below 0, over the whole batch."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     @abstractmethod
     def __call__(self, batch: PreferenceBatch) -> LossSum:

@@ -35,8 +35,7 @@ class DPO(PreferenceLoss):
                 )
             return self
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: PreferenceBatch) -> LossSum:
         """h = [log π/π_ref](chosen) − [log π/π_ref](rejected), summed (or averaged) over the answer's tokens.

@@ -26,8 +26,7 @@ class KTO(PreferenceLoss):
         undesirable_weight: float = Field(1.0, gt=0)
         """λ_U: of undesirable answers."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: PreferenceBatch) -> LossSum:
         """λ_D (1 − σ(β(r − z))) for desirable answers, λ_U (1 − σ(β(z − r))) for others; r = log π/π_ref, z the KL."""

@@ -25,8 +25,7 @@ class ORPO(PreferenceLoss):
         beta: float = Field(0.1, gt=0)
         """λ of the paper: the weight of the odds ratio beside the supervised loss."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: PreferenceBatch) -> LossSum:
         """−m_w − β log σ( log odds_w − log odds_l ), m the mean log-probability of an answer's tokens and

@@ -23,8 +23,7 @@ class SimPO(PreferenceLoss):
         gamma: float = Field(1.0, ge=0)
         """The margin by which the preferred answer should lead; the paper takes 0.15 to 0.8 of beta."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def __call__(self, batch: PreferenceBatch) -> LossSum:
         """−log σ( β·mean log π(chosen) − β·mean log π(rejected) − γ )."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import Field
 
@@ -24,7 +24,6 @@ REWARDS = Registry(
         "math": "rill.envs.rewards.math:MathReward",
         "format": "rill.envs.rewards.format:FormatReward",
         "regex": "rill.envs.rewards.format:RegexReward",
-        "length": "rill.envs.rewards.length:LengthReward",
         "code": "rill.envs.rewards.code:CodeReward",
         "judge": "rill.envs.rewards.judge:JudgeReward",
         "reasoning_gym": "rill.envs.rewards.gym:ReasoningGymReward",
@@ -68,6 +67,15 @@ class Reward(Protocol):
     def score(
         self, prompt: Prompt, response_text: str, trajectory: Trajectory
     ) -> float | Awaitable[float]: ...
+
+
+class InlineReward:
+    """What is pure and takes microseconds."""
+
+    isolation = Isolation.INLINE
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
 
 def as_score(value: object) -> float:

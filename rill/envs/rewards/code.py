@@ -19,11 +19,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rill.envs.rewards.base import Isolation, RewardConfig
-from rill.envs.sandbox.base import SANDBOXES, Limits, Sandbox, SandboxError
-from rill.envs.sandbox.bubblewrap import missing
+from rill.envs.sandbox.base import Limits, SandboxError, missing
 from rill.envs.sandbox.checks import Checkers
 from rill.envs.sandbox.pool import SandboxPool
-from rill.errors import UnsupportedError
+from rill.envs.sandbox.session import Sandbox
+from rill.errors import ConfigError, UnsupportedError
 from rill.types import Prompt, Trajectory
 
 
@@ -37,8 +37,12 @@ class CodeReward:
         memory_bytes: int = Field(default=2**30, ge=2**26)
         packages: bool = False
         """Let programs import installed libraries (numpy …), not the standard library alone."""
-        sandbox: Literal["bubblewrap"] = "bubblewrap"
+        sandbox: Literal["bubblewrap", "container"] = "bubblewrap"
         """Where programs run. A machine that cannot isolate them so is refused at the start."""
+        image: str = ""
+        """Of the container: one with Python, e.g. "python:3.12-slim"."""
+        runtime: str = ""
+        """Of the container: "runsc" is gVisor; unset: that of docker or podman."""
         max_concurrent: int | None = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1)
         max_tests: int = Field(default=64, ge=1)
         """Only the first so many tests are run."""
@@ -46,13 +50,19 @@ class CodeReward:
     isolation = Isolation.ASYNC
 
     def __init__(self, config: Config) -> None:
-        assert config.sandbox in SANDBOXES
-        if (problem := missing()) is not None:
+        options: dict[str, Any] = {"image": config.image, "runtime": config.runtime}
+        if config.sandbox == "bubblewrap":
+            if any(options.values()):
+                raise ConfigError(
+                    'reward `code`: image and runtime are of containers: set sandbox = "container"'
+                )
+            options = {}
+        if (problem := missing(config.sandbox, **options)) is not None:
             raise UnsupportedError(f"reward `code`: {problem}")
         self.config = config
         limits = Limits(exec_s=config.wall_s, memory_bytes=config.memory_bytes)
-        self._pool = SandboxPool(config.sandbox, limits, packages=config.packages)
-        self._checkers = Checkers(limits, packages=config.packages)
+        self._pool = SandboxPool(config.sandbox, limits, packages=config.packages, **options)
+        self._checkers = Checkers(self._pool.open)
 
     async def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
         tests = prompt.metadata.get("tests", prompt.answer)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from rill.envs.rewards.answers import AnswerForm, extract_answer
-from rill.envs.rewards.base import Isolation, RewardConfig
+from rill.envs.rewards.base import InlineReward, RewardConfig
 from rill.types import Prompt, Trajectory
 
 
-class ExactReward:
+class ExactReward(InlineReward):
     class Config(RewardConfig):
         type: Literal["exact"] = "exact"
         answer: AnswerForm = AnswerForm.WHOLE
@@ -22,10 +22,7 @@ class ExactReward:
         wrong: float = 0.0
         """Value of a wrong or missing answer."""
 
-    isolation = Isolation.INLINE
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
         if prompt.answer is None:

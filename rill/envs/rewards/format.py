@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from rill.envs.rewards.answers import AnswerForm, extract_answer
-from rill.envs.rewards.base import Isolation, RewardConfig
+from rill.envs.rewards.base import InlineReward, Isolation, RewardConfig
 from rill.types import Prompt, Trajectory
 
 
@@ -21,17 +21,14 @@ class Shape(StrEnum):
     HASHES = "hashes"
 
 
-class FormatReward:
+class FormatReward(InlineReward):
     class Config(RewardConfig):
         type: Literal["format"] = "format"
         shape: Shape = Shape.THINK_ANSWER
         matched: float = 1.0
         unmatched: float = 0.0
 
-    isolation = Isolation.INLINE
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
         return self.config.matched if has_shape(response_text, self.config.shape) else self.config.unmatched

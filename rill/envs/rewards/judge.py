@@ -94,7 +94,7 @@ class JudgeReward:
 
     async def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
         client = self._client()
-        body = {
+        body: dict[str, Any] = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": self._question(prompt, response_text)}],
             "temperature": self.config.temperature,
@@ -110,10 +110,8 @@ class JudgeReward:
                 if value is not None:
                     return value
                 failure = f"no score in the judge's words: {words[-120:]!r}"
-                body = {
-                    **body,
-                    "temperature": max(0.3, self.config.temperature),
-                }  # the same words again would not help
+                # The same words again would not help.
+                body["temperature"] = max(0.3, self.config.temperature)
         raise RuntimeError(failure)
 
     async def _ask(self, client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str | None, str]:

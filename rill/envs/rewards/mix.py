@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rill.config import Config, OneOf, PartConfig
-from rill.envs.rewards.base import REWARDS, Isolation, RewardConfig
+from rill.envs.rewards.base import REWARDS, InlineReward, RewardConfig
 from rill.errors import ConfigError
 from rill.types import Prompt, Trajectory
 
@@ -19,16 +19,11 @@ class TermConfig(Config):
     """0: scored and reported, without effect on the reward."""
 
 
-class MixReward:
+class MixReward(InlineReward):
     class Config(PartConfig):
         type: Literal["mix"] = "mix"
         terms: tuple[TermConfig, ...] = Field(min_length=1)
         """Each with its own name and time limit. A mix may hold mixes: weights multiply."""
-
-    isolation = Isolation.INLINE
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
 
     def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
         raise AssertionError("the runner takes a mix apart; it is never scored whole")

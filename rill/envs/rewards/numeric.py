@@ -8,11 +8,11 @@ from typing import Literal
 from pydantic import Field
 
 from rill.envs.rewards.answers import AnswerForm, extract_answer, parse_number
-from rill.envs.rewards.base import Isolation, RewardConfig
+from rill.envs.rewards.base import InlineReward, RewardConfig
 from rill.types import Prompt, Trajectory
 
 
-class NumericReward:
+class NumericReward(InlineReward):
     class Config(RewardConfig):
         type: Literal["numeric"] = "numeric"
         answer: AnswerForm = AnswerForm.LAST_NUMBER
@@ -27,10 +27,7 @@ class NumericReward:
         wrong: float = 0.0
         """Value of no number, and the floor of a wrong one."""
 
-    isolation = Isolation.INLINE
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
         config = self.config

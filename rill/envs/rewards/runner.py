@@ -26,11 +26,12 @@ from typing import Any
 from pydantic import Field
 
 from rill.config import Config, PartConfig
+from rill.envs.child import ChildDiedError, ChildRaisedError
 from rill.envs.places import described
 from rill.envs.rewards.base import REWARDS, Isolation, Reward, as_score
 from rill.envs.rewards.mix import Term, flatten
 from rill.envs.rewards.per_loop import PerLoop
-from rill.envs.rewards.processes import RewardFailedError, RewardProcesses, RewardTimeoutError
+from rill.envs.rewards.processes import RewardProcesses
 from rill.envs.threads import in_thread
 from rill.types import Prompt, Trajectory
 
@@ -117,10 +118,15 @@ class RewardRunner:
             if not math.isfinite(value):
                 raise ValueError(f"the score is {value}")
         except Exception as error:  # noqa: BLE001  boundary: rewards are user code; their failures are data
-            is_late = isinstance(error, TimeoutError | RewardTimeoutError)
-            message = f"no score within {self._timeout_s(index):g} s" if is_late else described(error)
-            if isinstance(error, RewardFailedError):
-                message = str(error)  # described in the process that raised it
+            match error:
+                case TimeoutError():
+                    message = f"no score within {self._timeout_s(index):g} s"
+                case ChildRaisedError():
+                    message = str(error)  # described in the process that raised it
+                case ChildDiedError():
+                    message = f"its process {error}"
+                case _:
+                    message = described(error)
             self._log_failure(index, prompt, message)
             return message
         return value
@@ -161,12 +167,12 @@ class RewardRunner:
     def _pool(self) -> RewardProcesses:
         with self._lock:
             if self._processes is None:
-                parts = [(term.config.type, term.config) for term in self.terms]
-                used = [
-                    part if reward.isolation is Isolation.PROCESS else _NEVER_RUN
-                    for part, reward in zip(parts, self.rewards, strict=True)
-                ]
-                self._processes = RewardProcesses(used, memory_bytes=self.config.memory_bytes)
+                parts = {
+                    index: (term.config.type, term.config)
+                    for index, term in enumerate(self.terms)
+                    if self.rewards[index].isolation is Isolation.PROCESS
+                }
+                self._processes = RewardProcesses(parts, memory_bytes=self.config.memory_bytes)
             return self._processes
 
     def _log_failure(self, index: int, prompt: Prompt, message: str) -> None:
@@ -181,11 +187,3 @@ def response_text(trajectory: Trajectory) -> str:
         if turn.role == "assistant":
             return turn.text
     return ""
-
-
-_NEVER_RUN = ("rill.envs.rewards.runner:_unused", None)
-"""Keeps indices equal in the worker processes without building rewards there that run elsewhere."""
-
-
-def _unused(_config: None) -> None:
-    return None

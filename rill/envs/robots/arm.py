@@ -10,7 +10,7 @@ lie and how the arm stands.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -83,14 +83,12 @@ class ArmSimulator(Simulator):
 
     def __init__(self, config: Config) -> None:
         self._scene = Scene(XML)
-        self._max_steps = config.max_steps
         self._camera = RayCamera(self._scene.model, CAMERA, config.image_size) if config.image_size else None
         self._finger = self._scene.geom("finger")
         self._blocks = {name: self._scene.geom(name) for name in COLOURS}
         self._range = self._scene.model.jnt_range[:3]
         self._pictures: dict[int, RayCamera] = {}
         self._task = self.names[0]
-        self._num_steps = 0
         self.spec = RobotSpec(
             state_size=15,
             action_size=3,
@@ -103,28 +101,27 @@ class ArmSimulator(Simulator):
         check_task(start, self.spec)
         # The scene does not depend on which block is named: both tasks see the same ones.
         rng = np.random.default_rng(seed_of(start._replace(task="")))
+        joints = np.array([rng.uniform(-0.3, 0.3), rng.uniform(0.0, 0.25), rng.uniform(1.0, 1.4)])
+        self.place(start.task, joints, joints, np.array(_places(rng)))
+        return self._observation()
+
+    def place(self, task: str, joints_A: Any, targets_A: Any, blocks_B3: Any) -> None:
+        """Any scene, at rest."""
         self._scene.reset()
         data = self._scene.data
-        data.qpos[:3] = [rng.uniform(-0.3, 0.3), rng.uniform(0.0, 0.25), rng.uniform(1.0, 1.4)]
-        data.ctrl[:3] = data.qpos[:3]
-        data.mocap_pos[:, :2] = _places(rng)
-        data.mocap_pos[:, 2] = 0.04
+        data.qpos[:3], data.ctrl[:3], data.mocap_pos[:] = joints_A, targets_A, blocks_B3
         self._scene.forward()
-        self._task = start.task
-        self._num_steps = 0
-        return self._observation()
+        self._task = task
 
     def step(self, action_A: Floats) -> Step:
         data = self._scene.data
         wanted = data.ctrl + TURN * np.clip(action_A, -1.0, 1.0)
         data.ctrl[:] = np.clip(wanted, self._range[:, 0], self._range[:, 1])
         self._scene.step(SUBSTEPS)
-        self._num_steps += 1
         touched = self._scene.touched_by(self._finger)
         success = self._blocks[self._task] in touched
         terminated = bool(touched & set(self._blocks.values()))
-        truncated = not terminated and self._num_steps >= self._max_steps
-        return Step(self._observation(), float(success), terminated, truncated, success)
+        return Step(self._observation(), float(success), terminated, success)
 
     def expert(self) -> Floats:
         """Turns towards the block, then lowers the finger to it: inverse kinematics of two links."""
@@ -154,7 +151,11 @@ class ArmSimulator(Simulator):
             [data.qpos[:3], 0.2 * data.qvel[:3], data.site_xpos[0], data.mocap_pos.ravel()]
         ).astype(np.float32)
         images = {CAMERA: self._camera.picture(data)} if self._camera else {}
-        return Observation(state=state, images=images, instruction=f"touch the {self._task} block")
+        return Observation(state=state, images=images, instruction=instruction(self._task))
+
+
+def instruction(task: str) -> str:
+    return f"touch the {task} block"
 
 
 def _places(rng: np.random.Generator) -> list[list[float]]:
@@ -164,4 +165,4 @@ def _places(rng: np.random.Generator) -> list[list[float]]:
     while abs(second - first) < 0.5:
         second = rng.uniform(-1.2, 1.2)
     reach = rng.uniform(NEAR, FAR, size=2)
-    return [[r * np.cos(a), r * np.sin(a)] for r, a in zip(reach, (first, second), strict=True)]
+    return [[r * np.cos(a), r * np.sin(a), 0.04] for r, a in zip(reach, (first, second), strict=True)]

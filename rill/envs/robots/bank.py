@@ -1,19 +1,21 @@
-"""Several simulators of one kind, side by side in this process, each at its own place in its own episode.
+"""Several scenes of one kind in this process, each at its own place in its own episode.
 
-Called by process.py's child, and by tests. A chunk is played until its episode ends: what follows in it is not
-executed, and a finished simulator is never stepped. A simulator that raises, or whose observation is not finite, ends
-its own episode with an error and is opened anew; the others go on.
+Called by process.py's child, and by tests. Simulators of one scene are played one after the other by a Bank; one that
+steps many scenes at once is a `Scenes` itself (mjx.py). A chunk is played until its episode ends, by the simulator or
+after `max_steps` actions: what follows in it is not executed, and a finished simulator is never stepped. A simulator
+that raises, or whose observation is not finite, ends its own episode with an error and is opened anew: others go on.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from rill.config import PartConfig
-from rill.envs.robots.base import Simulator, open_simulator
+from rill.envs.robots.base import SIMULATORS, Simulator, SimulatorConfig, open_simulator
 from rill.errors import UserError
 from rill.types import Bits, Floats, InitialState, Observation, Pixels, RobotSpec
 
@@ -55,26 +57,55 @@ class Played(NamedTuple):
         return self.terminated or self.truncated or self.error is not None
 
 
-class Bank:
+class Scenes(ABC):
+    """What a process plays, by slot."""
+
+    spec: RobotSpec
+    uses_device: ClassVar[bool] = False
+    """It computes on the device of the environment worker: it takes turns there with others, and compiles first."""
+
+    @abstractmethod
+    def reset(self, begins: Mapping[int, Begin]) -> dict[int, Played]: ...
+
+    @abstractmethod
+    def play(self, chunks: Mapping[int, Floats]) -> dict[int, Played]:
+        """One chunk [J, A] each."""
+
+    @abstractmethod
+    def show(self, slots: Mapping[int, int]) -> dict[int, Played]:
+        """Let the expert play so many actions."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+def open_scenes(config: PartConfig, size: int) -> Scenes:
+    kind = SIMULATORS.load(config.type)
+    scenes: Scenes = kind(config, size) if issubclass(kind, Scenes) else Bank(config, size)
+    return scenes
+
+
+def uses_device(config: PartConfig) -> bool:
+    return bool(getattr(SIMULATORS.load(config.type), "uses_device", False))
+
+
+class Bank(Scenes):
     def __init__(self, config: PartConfig, size: int) -> None:
+        assert isinstance(config, SimulatorConfig), f"{type(config)} is no SimulatorConfig"
         self._config = config
         self._simulators: list[Simulator] = [open_simulator(config) for _ in range(size)]
+        self.spec = self._simulators[0].spec
         self._picture_sizes = [0] * size
         self._is_playing = [False] * size
-
-    @property
-    def spec(self) -> RobotSpec:
-        return self._simulators[0].spec
+        self._num_steps = [0] * size
 
     def reset(self, begins: Mapping[int, Begin]) -> dict[int, Played]:
         return {slot: self._reset(slot, begin) for slot, begin in begins.items()}
 
     def play(self, chunks: Mapping[int, Floats]) -> dict[int, Played]:
-        """One chunk [J, A] each."""
         return {slot: self._play(slot, actions_JA) for slot, actions_JA in chunks.items()}
 
     def show(self, slots: Mapping[int, int]) -> dict[int, Played]:
-        """Let the expert play so many actions."""
         return {slot: self._show(slot, length) for slot, length in slots.items()}
 
     def close(self) -> None:
@@ -92,7 +123,7 @@ class Bank:
             raise  # a task that there is not: nobody's episode would begin
         except Exception as error:  # noqa: BLE001  boundary: a simulator's error is its episode's
             return self._failed(slot, nothing, nothing.astype(np.bool_), error)
-        self._is_playing[slot] = True
+        self._is_playing[slot], self._num_steps[slot] = True, 0
         return Played(observation, nothing, nothing.astype(np.bool_), pictures=self._pictures(slot))
 
     def _play(self, slot: int, actions_JA: Floats) -> Played:
@@ -124,19 +155,21 @@ class Bank:
                 rewards_J[j], executed_J[j] = step.reward, True
                 observation = _finite(step.observation)
                 pictures += self._pictures(slot)
-                if step.terminated or step.truncated:
+                self._num_steps[slot] += 1
+                truncated = step.truncated or self._num_steps[slot] >= self._config.max_steps
+                if step.terminated or truncated:
                     break
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001  boundary: a simulator's error is its episode's
             return self._failed(slot, rewards_J, executed_J, error)
-        self._is_playing[slot] = not (step.terminated or step.truncated)
+        self._is_playing[slot] = not (step.terminated or truncated)
         return Played(
             observation,
             rewards_J,
             executed_J,
             terminated=step.terminated,
-            truncated=step.truncated and not step.terminated,
+            truncated=truncated and not step.terminated,
             success=step.success,
             pictures=tuple(pictures),
         )

@@ -26,6 +26,7 @@ SIMULATORS = Registry(
     "simulator",
     {
         "arm": "rill.envs.robots.arm:ArmSimulator",
+        "arm_mjx": "rill.envs.robots.mjx:ArmMjxSimulator",
         "gymnasium": "rill.envs.robots.gym:GymnasiumSimulator",
         "metaworld": "rill.envs.robots.metaworld:MetaWorldSimulator",
         "pusht": "rill.envs.robots.pusht:PushTSimulator",
@@ -50,8 +51,9 @@ class Step(NamedTuple):
     observation: Observation
     reward: float
     terminated: bool
-    truncated: bool
     success: bool
+    truncated: bool = False
+    """Cut off by the simulator itself; `max_steps` is counted for it."""
 
 
 class Simulator(ABC):

@@ -67,7 +67,7 @@ class GymnasiumSimulator(Simulator):
         self._return += float(reward)
         is_over = bool(terminated or truncated)
         success = is_over and said_success(info, self._return >= self._config.success_return)
-        return Step(self._seen(state), float(reward), bool(terminated), bool(truncated), success)
+        return Step(self._seen(state), float(reward), bool(terminated), success, bool(truncated))
 
     def render(self, size: int) -> Pixels | None:
         return resized(self._env.render(), size) if self._config.render else None

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from rill.envs.robots.base import Simulator, SimulatorConfig, Step, check_task
 from rill.envs.robots.gym import resized
-from rill.errors import MissingExtraError
+from rill.registry import import_extra
 from rill.types import Floats, InitialState, Observation, Pixels, RobotSpec
 
 CAMERAS = {"agentview": "agentview_image", "wrist": "robot0_eye_in_hand_image"}
@@ -38,18 +38,14 @@ class LiberoSimulator(Simulator):
         """Pixels of a camera's side."""
 
     def __init__(self, config: Config) -> None:
-        try:
-            from libero.libero import benchmark, get_libero_path
-            from libero.libero.envs import OffScreenRenderEnv
-        except ImportError as error:
-            raise MissingExtraError('LIBERO is not installed: pip install "rill[libero]"') from error
+        needs = 'LIBERO is not installed: pip install "rill[libero]"'
+        libero = import_extra("libero.libero", needs)
         self._config = config
-        self._open = OffScreenRenderEnv
-        self._folder = Path(get_libero_path("bddl_files"))
-        self._suite: Any = benchmark.get_benchmark_dict()[config.suite]()
+        self._open = import_extra("libero.libero.envs", needs).OffScreenRenderEnv
+        self._folder = Path(libero.get_libero_path("bddl_files"))
+        self._suite: Any = libero.benchmark.get_benchmark_dict()[config.suite]()
         self._env: Any = None
         self._task = -1
-        self._num_steps = 0
         self._last: Any = None
         self.spec = RobotSpec(
             state_size=8,
@@ -67,14 +63,11 @@ class LiberoSimulator(Simulator):
         self._last = self._env.set_init_state(states[start.state_id % len(states)])
         for _ in range(SETTLE_STEPS):
             self._last, _, _, _ = self._env.step(STILL)
-        self._num_steps = 0
         return self._seen()
 
     def step(self, action_A: Floats) -> Step:
         self._last, _, done, _ = self._env.step(np.clip(action_A, -1.0, 1.0))
-        self._num_steps += 1
-        truncated = not done and self._num_steps >= self._config.max_steps
-        return Step(self._seen(), float(done), bool(done), truncated, bool(done))
+        return Step(self._seen(), float(done), bool(done), bool(done))
 
     def render(self, size: int) -> Pixels:
         return resized(self._last[CAMERAS["agentview"]][::-1], size)

@@ -18,7 +18,7 @@ from pydantic import Field
 from rill.envs.gymnasium import gymnasium_library
 from rill.envs.robots.base import Simulator, SimulatorConfig, Step, scaled, seed_of
 from rill.envs.robots.gym import resized
-from rill.errors import MissingExtraError
+from rill.registry import import_extra
 from rill.types import Floats, InitialState, Observation, Pixels, RobotSpec
 
 
@@ -33,11 +33,8 @@ class ManiSkillSimulator(Simulator):
         reward: Literal["sparse", "normalized_dense"] = "sparse"
 
     def __init__(self, config: Config) -> None:
-        try:
-            import mani_skill.envs
-        except ImportError as error:
-            raise MissingExtraError('ManiSkill is not installed: pip install "rill[maniskill]"') from error
-        assert mani_skill.envs is not None  # importing it registers its environments
+        # Importing it registers its environments.
+        import_extra("mani_skill.envs", 'ManiSkill is not installed: pip install "rill[maniskill]"')
         self._config = config
         self._env: Any = gymnasium_library().make(
             config.task,
@@ -61,8 +58,7 @@ class ManiSkillSimulator(Simulator):
     def step(self, action_A: Floats) -> Step:
         state, reward, _, truncated, info = self._env.step(scaled(action_A, self._low_A, self._high_A))
         success = bool(_row(info["success"])[0])
-        is_cut = not success and bool(_row(truncated)[0])
-        return Step(self._seen(state), float(_row(reward)[0]), success, is_cut, success)
+        return Step(self._seen(state), float(_row(reward)[0]), success, success, bool(_row(truncated)[0]))
 
     def render(self, size: int) -> Pixels:
         return resized(np.squeeze(_host(self._env.render())), size)

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from rill.envs.robots.base import Simulator, SimulatorConfig, Step, check_task, seed_of
 from rill.envs.robots.scene import RayCamera
-from rill.errors import MissingExtraError
+from rill.registry import import_extra
 from rill.types import Floats, InitialState, Observation, Pixels, RobotSpec
 
 CAMERA = "corner3"
@@ -34,22 +34,17 @@ class MetaWorldSimulator(Simulator):
         """"sparse": 1 when the task is done, which ends the episode; "dense": Meta-World's own, 0 … 10."""
 
     def __init__(self, config: Config) -> None:
-        try:
-            from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
-            from metaworld.policies import ENV_POLICY_MAP
-        except ImportError as error:
-            raise MissingExtraError('metaworld is not installed: pip install "rill[metaworld]"') from error
+        needs = 'metaworld is not installed: pip install "rill[metaworld]"'
+        tasks = import_extra("metaworld.env_dict", needs).ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
         self._config = config
         self._classes: dict[str, Any] = {
-            name.removesuffix("-goal-observable"): cls
-            for name, cls in ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE.items()
+            name.removesuffix("-goal-observable"): cls for name, cls in tasks.items()
         }
-        self._experts: dict[str, Any] = ENV_POLICY_MAP
+        self._experts: dict[str, Any] = import_extra("metaworld.policies", needs).ENV_POLICY_MAP
         self._envs: dict[str, Any] = {}
         self._cameras: dict[tuple[str, int], RayCamera] = {}
         self._task = ""
         self._state = np.zeros(STATE_SIZE)
-        self._num_steps = 0
         self.spec = RobotSpec(
             state_size=STATE_SIZE,
             action_size=ACTION_SIZE,
@@ -62,7 +57,7 @@ class MetaWorldSimulator(Simulator):
         check_task(start, self.spec)
         if start.task not in self._envs:
             self._envs[start.task] = self._classes[start.task](seed=0)
-        self._task, self._num_steps = start.task, 0
+        self._task = start.task
         env = self._envs[start.task]
         env.seeded_rand_vec, env._freeze_rand_vec = True, False
         env.seed(seed_of(start))
@@ -71,11 +66,9 @@ class MetaWorldSimulator(Simulator):
 
     def step(self, action_A: Floats) -> Step:
         self._state, reward, _, _, info = self._envs[self._task].step(np.clip(action_A, -1.0, 1.0))
-        self._num_steps += 1
         success = bool(info["success"])
         is_sparse = self._config.reward == "sparse"
-        truncated = not success and self._num_steps >= self._config.max_steps
-        return Step(self._seen(), float(success if is_sparse else reward), success, truncated, success)
+        return Step(self._seen(), float(success if is_sparse else reward), success, success)
 
     def expert(self) -> Floats:
         action_A: Floats = np.clip(self._experts[self._task]().get_action(self._state), -1.0, 1.0)

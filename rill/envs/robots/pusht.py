@@ -16,7 +16,7 @@ from pydantic import Field
 
 from rill.envs.robots.base import Simulator, SimulatorConfig, Step, scaled, seed_of
 from rill.envs.robots.gym import resized
-from rill.errors import MissingExtraError
+from rill.registry import import_extra
 from rill.types import Floats, InitialState, Observation, Pixels, RobotSpec
 
 CAMERA = "top"
@@ -31,13 +31,11 @@ class PushTSimulator(Simulator):
         """Actions of an episode."""
 
     def __init__(self, config: Config) -> None:
-        try:
-            from gym_pusht.envs.pusht import PushTEnv
-        except ImportError as error:
-            raise MissingExtraError('gym-pusht is not installed: pip install "rill[pusht]"') from error
-        self._env: Any = PushTEnv(obs_type="state", render_mode="rgb_array")
+        library = import_extra(
+            "gym_pusht.envs.pusht", 'gym-pusht is not installed: pip install "rill[pusht]"'
+        )
+        self._env: Any = library.PushTEnv(obs_type="state", render_mode="rgb_array")
         self._config = config
-        self._num_steps = 0
         self.spec = RobotSpec(
             state_size=6,
             action_size=2,
@@ -46,16 +44,13 @@ class PushTSimulator(Simulator):
         )
 
     def reset(self, start: InitialState) -> Observation:
-        self._num_steps = 0
         state, _ = self._env.reset(seed=seed_of(start))
         return self._seen(state)
 
     def step(self, action_A: Floats) -> Step:
         goal = scaled(action_A, np.zeros(2, np.float32), np.full(2, SIZE, np.float32))
         state, reward, terminated, _, info = self._env.step(goal)
-        self._num_steps += 1
-        truncated = not terminated and self._num_steps >= self._config.max_steps
-        return Step(self._seen(state), float(reward), bool(terminated), truncated, bool(info["is_success"]))
+        return Step(self._seen(state), float(reward), bool(terminated), bool(info["is_success"]))
 
     def render(self, size: int) -> Pixels:
         return resized(self._env.render(), size)

@@ -6,12 +6,13 @@ Called by rill.workflows.robots.env, and by the actor for its warm start.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rill.envs.robots.bank import Begin, Played
+from rill.envs.robots.bank import Begin, Played, Scenes
+from rill.envs.robots.process import SimulatorProcess
 from rill.types import (
     Bits,
     EmbodiedTrajectory,
@@ -112,14 +113,9 @@ class Shown(NamedTuple):
     num_episodes: int
 
 
-class Demonstrator(Protocol):
-    """Simulators with an expert: a Bank, or a process of them."""
-
-    def reset(self, begins: Mapping[int, Begin]) -> dict[int, Played]: ...
-    def show(self, slots: Mapping[int, int]) -> dict[int, Played]: ...
-
-
-def demonstrate(simulators: Demonstrator, size: int, starts: Sequence[InitialState], chunk: int) -> Shown:
+def demonstrate(
+    simulators: Scenes | SimulatorProcess, size: int, starts: Sequence[InitialState], chunk: int
+) -> Shown:
     """Let the expert play from every start, `size` at a time. Episodes in which it fails are left out."""
     episodes: list[tuple[list[Observation], list[Floats] | Floats]] = []
     for first in range(0, len(starts), size):

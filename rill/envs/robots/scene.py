@@ -7,25 +7,33 @@ fast on scenes of primitives. Colours come from geoms and their materials.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rill.errors import MissingExtraError
+from rill.registry import import_extra
 from rill.types import Pixels
 
 BACKGROUND = (214, 222, 232)
 AMBIENT = 0.55
-INSTALL = 'mujoco is not installed: pip install "rill[robots]"'
 
 
 def mujoco() -> Any:
-    try:
-        import mujoco as library
-    except ImportError as error:
-        raise MissingExtraError(INSTALL) from error
-    return library
+    return import_extra("mujoco", 'mujoco is not installed: pip install "rill[robots]"')
+
+
+def mjx() -> tuple[Any, Any]:
+    """(mujoco.mjx, jax)."""
+    # A policy has memory on the device, too: JAX takes what it needs and not three quarters of it at once.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # A process that is started again, and the next run, find what was compiled.
+    cache = Path(os.environ.get("RILL_CACHE") or Path.home() / ".cache" / "rill")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "jax"))
+    needs = 'MJX is not installed: pip install "rill[mjx]"'
+    return import_extra("mujoco.mjx", needs), import_extra("jax", needs)
 
 
 class Scene:

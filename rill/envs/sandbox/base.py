@@ -1,19 +1,28 @@
 """What a sandbox is: a session in which programs run that nobody has read, written by a model and possibly hostile.
 
-Called by environments (tools that run commands) and by the code reward. Every backend promises: no network, nothing of
-this machine to be read but its libraries, nothing to be changed, and the limits below. Where it cannot, it refuses.
+Called by environments (tools that run commands) and by the code reward. Every backend promises: no network unless it
+is given, nothing of this machine to be read but its libraries, nothing to be changed, and the limits below. Where it
+cannot, it refuses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rill.errors import RunError
 from rill.registry import Registry
 
-SANDBOXES = Registry("sandbox", {"bubblewrap": "rill.envs.sandbox.bubblewrap:Bubblewrap"})
+if TYPE_CHECKING:
+    from rill.envs.sandbox.session import Sandbox
+
+SANDBOXES = Registry(
+    "sandbox",
+    {
+        "bubblewrap": "rill.envs.sandbox.bubblewrap:Bubblewrap",
+        "container": "rill.envs.sandbox.container:Container",
+    },
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,38 +65,19 @@ class SandboxError(RunError):
     """A session that ended, or does what no session should."""
 
 
-class Sandbox(Protocol):
-    """One session. Its files stay from one call to the next; calls run one after the other."""
-
-    async def exec(
-        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float | None = None
-    ) -> Result: ...
-
-    async def python(self, code: str, *, stdin: bytes = b"", timeout_s: float | None = None) -> Result:
-        """A Python program; quicker than exec, as no interpreter has to start."""
-        ...
-
-    async def read(self, path: str) -> bytes:
-        """Raises FileNotFoundError and its like as the session met them."""
-        ...
-
-    async def write(self, path: str, data: bytes) -> None: ...
-
-    async def request(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """To the inside, and its answer: data from a stranger."""
-        ...
-
-    async def close(self) -> None:
-        """End everything in it. May be called twice."""
-        ...
-
-
 async def open_sandbox(
-    kind: str = "bubblewrap", limits: Limits | None = None, *, packages: bool = False
+    kind: str = "bubblewrap", limits: Limits | None = None, *, packages: bool = False, **options: Any
 ) -> Sandbox:
-    """A new session. `packages`: Python programs may import what is installed here, not the standard library alone.
+    """A new session. `packages`: Python programs may import what is installed here (in a container: in its image), not
+    the standard library alone. `options`: of the backend, container.Options.
 
     Raises UnsupportedError where this machine cannot isolate it.
     """
-    session: Sandbox = await SANDBOXES.load(kind).open(limits or Limits(), packages=packages)
+    session: Sandbox = await SANDBOXES.load(kind).open(limits or Limits(), packages=packages, **options)
     return session
+
+
+def missing(kind: str = "bubblewrap", **options: Any) -> str | None:
+    """What keeps such sandboxes from working here, and how to mend it; None: nothing."""
+    problem: str | None = SANDBOXES.load(kind).missing(**options)
+    return problem

@@ -13,12 +13,13 @@ from __future__ import annotations
 import ast
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rill.envs.rewards.per_loop import PerLoop
-from rill.envs.sandbox.base import Limits, Sandbox, SandboxError, open_sandbox
+from rill.envs.sandbox.base import SandboxError, open_sandbox
+from rill.envs.sandbox.session import Sandbox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +33,8 @@ class Verdict:
 class Checkers:
     """Checker's sandboxes, kept from one program to the next: nothing hostile has run in them."""
 
-    def __init__(self, limits: Limits | None = None, *, packages: bool = False) -> None:
-        self._limits = limits or Limits()
-        self._packages = packages
+    def __init__(self, open_checker: Callable[[], Awaitable[Sandbox]] = open_sandbox) -> None:
+        self._open = open_checker
         self._idle: PerLoop[list[Sandbox]] = PerLoop(list)
 
     async def check(self, program: Sandbox, code: str, checks: Sequence[str], timeout_s: float) -> Verdict:
@@ -42,7 +42,7 @@ class Checkers:
         failed = (False,) * len(checks)
         idle = self._idle()
         # Its start is not the program's time.
-        checker = idle.pop() if idle else await open_sandbox(limits=self._limits, packages=self._packages)
+        checker = idle.pop() if idle else await self._open()
         try:
             deadline = time.monotonic() + timeout_s
             error = await _load(program, code, timeout_s)
@@ -77,7 +77,7 @@ async def _load(program: Sandbox, code: str, timeout_s: float) -> str | None:
 
 
 class _Conversation:
-    def __init__(self, program: Sandbox, checker: Any, deadline: float) -> None:
+    def __init__(self, program: Sandbox, checker: Sandbox, deadline: float) -> None:
         self._program = program
         self._checker = checker
         self._deadline = deadline

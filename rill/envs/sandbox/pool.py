@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from rill.envs.rewards.per_loop import PerLoop
-from rill.envs.sandbox.base import Limits, Sandbox, open_sandbox
+from rill.envs.sandbox.base import Limits, open_sandbox
+from rill.envs.sandbox.session import Sandbox
 
 
 class SandboxPool:
@@ -30,11 +33,10 @@ class SandboxPool:
         packages: bool = False,
         num_warm: int | None = None,
         max_open: int = 256,
+        **options: Any,
     ) -> None:
-        """`num_warm`: sessions started ahead, per event loop. Unset: one for each core."""
-        self._kind = kind
-        self._limits = limits or Limits()
-        self._packages = packages
+        """`num_warm`: sessions started ahead, per event loop. Unset: one for each core. The others: of open_sandbox."""
+        self.open = functools.partial(open_sandbox, kind, limits, packages=packages, **options)
         self._loops = PerLoop(lambda: _Shelf(asyncio.Semaphore(max_open)))
         self._num_warm = (os.cpu_count() or 1) if num_warm is None else num_warm
 
@@ -42,7 +44,7 @@ class SandboxPool:
     async def session(self) -> AsyncIterator[Sandbox]:
         shelf = self._loops()
         async with shelf.places:
-            sandbox = shelf.ready.popleft() if shelf.ready else await self._open()
+            sandbox = shelf.ready.popleft() if shelf.ready else await self.open()
             self._fill(shelf)
             try:
                 yield sandbox
@@ -66,10 +68,7 @@ class SandboxPool:
 
     async def _start(self, shelf: _Shelf) -> None:
         with contextlib.suppress(Exception):  # whoever asks next tries again, and is told
-            shelf.ready.append(await self._open())
-
-    async def _open(self) -> Sandbox:
-        return await open_sandbox(self._kind, self._limits, packages=self._packages)
+            shelf.ready.append(await self.open())
 
 
 class _Shelf:

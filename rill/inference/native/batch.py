@@ -91,10 +91,6 @@ class StepBatch:
         return self.pictures is None and self.num_decodes == len(self.sampled_rows_S) == self.num_seqs
 
     @property
-    def max_query_len(self) -> int:
-        return int(np.diff(self.query_starts_B1).max())
-
-    @property
     def max_context_len(self) -> int:
         return int(self.context_lens_B.max())
 

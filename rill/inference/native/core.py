@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from rill.inference.base import EngineStats
 from rill.inference.native.batch import BatchBuilder, StepBatch
 from rill.inference.native.block_manager import BlockManager
 from rill.inference.native.model_runner import ModelRunner, PendingTurn, TopRows, TurnResult
-from rill.inference.native.outlet import Outlet
+from rill.inference.native.outlet import News, Outlet
 from rill.inference.native.scheduler import Chunk, NeedsResults, Scheduler, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence, Status
 from rill.inference.native.speculation import Speculator
@@ -31,8 +31,12 @@ from rill.inference.tally import Tally
 from rill.models.routing import UNKNOWN
 from rill.types import Floats, PolicyVersion, StopReason
 
+if TYPE_CHECKING:
+    from rill.inference.native.engine import NativeEngine
+
 Taken = tuple[list[int], list[float], int]
 """What a sequence is given of a turn: tokens, their log-probabilities, and how many were in flight for it."""
+Launched = tuple[Work, list[StepBatch], PendingTurn]
 
 
 class EngineCore:
@@ -41,21 +45,17 @@ class EngineCore:
         runner: ModelRunner,
         blocks: BlockManager,
         outlet: Outlet,
-        *,
-        max_num_seqs: int,
-        max_batched_tokens: int,
+        config: NativeEngine.Config,
         max_context: int,
-        num_scheduler_steps: int,
-        num_speculative_tokens: int,
-        check_every_step: bool,
     ) -> None:
+        max_num_seqs, max_batched_tokens = runner.num_slots(config.max_num_seqs), config.max_batched_tokens
         self.runner = runner
         self.outlet = outlet
         self.version = PolicyVersion(0)
         self.live: dict[str, Sequence] = {}
         """Everything that was added and has not ended."""
         # A turn takes at most one block of each.
-        num_drafted = min(num_speculative_tokens, blocks.block_size - 1)
+        num_drafted = min(config.num_speculative_tokens, blocks.block_size - 1)
         num_rows = min(runner.num_verified_rows, max_num_seqs, max_batched_tokens)
         self._speculator = Speculator(num_drafted, num_rows) if num_drafted else None
         self.scheduler = Scheduler(
@@ -65,12 +65,14 @@ class EngineCore:
             root_key=self._root_key,
             # Starting prompts breaks out of the captured decode step and costs as much for one as for many.
             num_gathered=max_num_seqs // 10 if runner.uses_graphs else 0,
-            num_steps=num_scheduler_steps,
+            num_steps=config.num_scheduler_steps if runner.is_overlapped else 1,
             speculator=self._speculator,
         )
         self.builder = BatchBuilder(max_num_seqs, -(-max_context // blocks.block_size), blocks.block_size)
-        self._check_every_step = check_every_step
-        self._pending: tuple[Work, list[StepBatch], PendingTurn] | None = None
+        self._check_every_step = config.check_every_step
+        self._pending: Launched | None = None
+        self._news: list[News] = []
+        """What was read and is not delivered."""
         self._tally = Tally()
         self._steps = self._sampled_tokens = 0
 
@@ -99,34 +101,38 @@ class EngineCore:
                 self.outlet.deliver([(seq, StopReason.ABORTED)])
 
     def step(self) -> None:
-        """schedule -> run -> postprocess."""
+        """schedule -> run -> postprocess. The device has its next turn before anybody hears of the last one."""
+        if self._needs_results_first():
+            self._read()
         try:
-            if self._needs_results_first():
-                self.drain()
             work = self.scheduler.schedule()
         except NeedsResults:
-            self.drain()
+            self._read()
             work = self.scheduler.schedule()
-        launched = None
-        if work:
-            self.builder.has_adapters = self.runner.adapters.num_changes > 0
-            steps = self.builder.build(work)
-            launched = (work, steps, self.runner.launch(steps))
-            self._steps += len(steps)
-        previous, self._pending = self._pending, launched
-        if previous is not None:
-            self._postprocess(*previous)
+        launched = self._launch(work)
+        is_read = self._read()
+        if is_read and launched is None:  # those that it ended held what others wait for
+            launched = self._launch(self.scheduler.schedule())
+        self._pending = launched
+        self._deliver()
         if not self.runner.is_overlapped:
             self.drain()
         if self._check_every_step:
             self.drain()
             self.scheduler.check()
 
+    def _launch(self, work: Work) -> Launched | None:
+        if not work:
+            return None
+        self.builder.has_adapters = self.runner.adapters.num_changes > 0
+        steps = self.builder.build(work)
+        self._steps += len(steps)
+        return work, steps, self.runner.launch(steps)
+
     def drain(self) -> None:
         """Read the turn in flight, if there is one."""
-        previous, self._pending = self._pending, None
-        if previous is not None:
-            self._postprocess(*previous)
+        self._read()
+        self._deliver()
 
     def preempt_all(self) -> None:
         """Nothing holds blocks any more; what ran is computed again, tokens kept. Only after drain()."""
@@ -134,12 +140,14 @@ class EngineCore:
             self.scheduler.preempt(seq)
 
     def fail_all(self, error: BaseException) -> None:
+        self._deliver()
         for seq in self.live.values():
             self.outlet.fail(seq, error)
         self.live.clear()
 
     def close(self) -> None:
         """End everything without another step, and give the cache back."""
+        self._deliver()
         self._pending = None
         for seq in list(self.live.values()):
             if isinstance(seq, ScoredSequence):
@@ -173,7 +181,12 @@ class EngineCore:
             return False
         return any(seq.edits is not None and seq.edits.need_history for seq in self._pending[1][0].sampled)
 
-    def _postprocess(self, work: Work, steps: list[StepBatch], turn: PendingTurn) -> None:
+    def _read(self) -> bool:
+        """The turn in flight, into the sequences and the news; whether there was one."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return False
+        work, steps, turn = pending
         result, first = turn.result(), steps[0]
         if work.drafts:
             taken = self._verify(work, result)
@@ -184,9 +197,15 @@ class EngineCore:
         self._sampled_tokens += sum(count for *_, count in taken)
         news = self._append(work.decodes if work.drafts else first.sampled, taken, result.top)
         self._tally.add(num_generated_tokens=sum(len(seq.tokens) - before for seq, _, before in news))
-        self.outlet.deliver((seq, reason) for seq, reason, _ in news)
+        self._news += [(seq, reason) for seq, reason, _ in news]
         for scored, values in zip(first.scored, result.scores, strict=True):
             self._keep_scores(scored.chunk, values)
+        return True
+
+    def _deliver(self) -> None:
+        if self._news:
+            news, self._news = self._news, []
+            self.outlet.deliver(news)
 
     def _verify(self, work: Work, result: TurnResult) -> list[Taken]:
         """Of each sequence's rows, those whose draft came true and the next; what came after was not computed."""

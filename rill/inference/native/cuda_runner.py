@@ -44,6 +44,7 @@ from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
 from rill.models.decode.shards import Shards
 from rill.models.decode.skinny import MAX_ROWS, SkinnyStages
 from rill.models.eager import Probe
+from rill.models.ops import triton_experts
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels
 from rill.models.ops.triton_logprob import token_logprobs
@@ -51,6 +52,8 @@ from rill.models.vision import VisualRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from rill.inference.native.engine import NativeEngine
 
 logger = logging.getLogger(__name__)
 
@@ -86,22 +89,17 @@ class CudaRunner(ModelRunner):
         self,
         model: PreTrainedModel,
         probe: Probe,
-        *,
+        config: NativeEngine.Config,
         device: torch.device,
-        block_size: int,
+        *,
         max_len: int,
-        max_num_seqs: int,
-        max_batched_tokens: int,
-        fast_path: bool,
         fuse: bool,
-        batch_invariant: bool,
-        cuda_graphs: bool,
-        num_scheduler_steps: int,
         shards: Shards | None = None,
     ) -> None:
-        super().__init__(model, probe, device=device, block_size=block_size, shards=shards)
-        self.batch_invariant = batch_invariant
-        self._owns_weights = fuse
+        super().__init__(model, probe, config, device, max_len=max_len, fuse=fuse, shards=shards)
+        batch_invariant, num_scheduler_steps = config.batch_invariant, config.num_scheduler_steps
+        max_num_seqs, max_batched_tokens = self.num_slots(config.max_num_seqs), config.max_batched_tokens
+        triton_experts.use_for(model)
         self.max_num_seqs = max_num_seqs
         shape = self.cache_shape
         kinds = {(call.num_heads, *layer) for call, layer in zip(self.probe.calls, shape.layers, strict=True)}
@@ -120,22 +118,22 @@ class CudaRunner(ModelRunner):
         )
         self.kernels = kernels
         linear = invariant_linear if batch_invariant else None
-        if fast_path:
-            self.decoder = self.build_decoder(kernels, fuse=fuse, max_len=max_len, linear=linear)
+        if config.fast_path:
+            self.decoder = self.build_decoder(kernels, linear)
         self._skinny: SkinnyStages | None = None
         decoder, weight = self.decoder, self.head.weight
         # Its kernels join a product with what follows, and between ranks a sum comes in between.
         is_alone = shards is None and not batch_invariant
         if decoder is not None and is_alone and SkinnyStages.supports(decoder, weight):
-            self._skinny = SkinnyStages(weight, decoder.structure.final_norm)
+            self._skinny = SkinnyStages(decoder, weight)
         self._bank: LowRankBank | None = None
         self._num_adapter_changes = 0
         if batch_invariant and decoder is None:
             self.use_modules()
-        self.uses_graphs = cuda_graphs
+        self.uses_graphs = config.cuda_graphs
         self._sampler = TritonSampler(max_num_seqs, int(self.head.weight.shape[0]), device)
         # One row beyond the slots: padding of a graph's batch reads and writes there.
-        self._num_columns = -(-max_len // block_size)
+        self._num_columns = -(-max_len // config.block_size)
         self._tables = torch.zeros(max_num_seqs + 1, self._num_columns, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         shape_KS = (num_scheduler_steps, 2, max_num_seqs)
@@ -153,7 +151,7 @@ class CudaRunner(ModelRunner):
         self._graphs = DecodeGraphs(
             max_num_seqs, self._tables, self._upload, self._logits_of, self._stream,
             num_entries=max(1, NUM_PROGRAMS // num_kv_heads), is_invariant=batch_invariant,
-            shares_prefixes=not batch_invariant and all(call.window == 0 for call in self.probe.calls),
+            shares_prefixes=not batch_invariant and all(call.rule.window == 0 for call in self.probe.calls),
         )  # fmt: skip
         torch.cuda.synchronize(device)
 
@@ -202,7 +200,7 @@ class CudaRunner(ModelRunner):
 
     def offload_weights(self) -> None:
         """A trainer that shares its parameters looks after their memory itself."""
-        if not self._owns_weights:
+        if not self._fuse:
             return
         self._offload.offload((p.data for p in self.model.parameters()), self.device)
 
@@ -381,8 +379,6 @@ class CudaRunner(ModelRunner):
             context_lens_B=lens_on,
             block_tables_BM=self._tables,
             num_decodes=num_decodes,
-            max_query_len=batch.max_query_len,
-            max_context_len=batch.max_context_len,
             table_rows_B=slots_on,
             decode_work=DecodeWork(work_on, runs) if num_decodes else None,
             prefill_tiles=tile_words.view(-1, 2) if tiles else None,

@@ -224,8 +224,6 @@ class DecodeGraphs:
             context_lens_B=lens,
             block_tables_BM=self._tables,
             num_decodes=size,
-            max_query_len=1,
-            max_context_len=0,
             table_rows_B=slots,
             decode_work=work,
         )

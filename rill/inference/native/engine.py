@@ -85,9 +85,10 @@ class NativeEngine:
         tensor_parallel_size: int = Field(default=1, ge=1)
         """Processes that hold one model together, each some heads and some of the MLP's columns; on CUDA each has a
         GPU, from `device` on."""
-        quantization: Literal["fp8"] | None = None
+        quantization: Literal["fp8", "int4"] | None = None
         """fp8: the layers' weights are held in 8 bits, quantised as they arrive, and multiplied with activations of 8
-        bits. From Hopper on that is faster; elsewhere numbers are only rounded so. Dense models."""
+        bits. From Hopper on that is faster; elsewhere numbers are only rounded so. int4: they are rounded to what
+        groups of 4 bits hold, which is not faster; the trainer computes with the same ones. Dense models."""
         kv_cache_dtype: Literal["auto", "fp8"] = "auto"
         """fp8: keys and values have 8 bits, so twice as many fit, and attention reads half."""
         block_size: int = Field(default=16, ge=1, le=256)
@@ -127,7 +128,6 @@ class NativeEngine:
         def _can_be_spread(self) -> NativeEngine.Config:
             apart = {
                 "batch_invariant": self.batch_invariant,
-                "routed_experts": self.routed_experts,
                 "fast_path=false": not self.fast_path,
             }
             wrong = next((name for name, is_on in apart.items() if is_on), None)
@@ -137,7 +137,9 @@ class NativeEngine:
                 wrong = "tensor_parallel_size > 1"
             if self.is_quantized and wrong:
                 name = "kv_cache_dtype" if self.quantization is None else "quantization"
-                raise ValueError(f"{name} = 'fp8' does not go together with {wrong}: change one")
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} does not go together with {wrong}: change one"
+                )
             return self
 
         @property
@@ -188,12 +190,8 @@ class NativeEngine:
             self._runner,
             BlockManager(num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache),
             self._outlet,
-            max_num_seqs=self._runner.num_slots(config.max_num_seqs),
-            max_batched_tokens=config.max_batched_tokens,
-            max_context=self.max_context,
-            num_scheduler_steps=config.num_scheduler_steps if self._runner.is_overlapped else 1,
-            num_speculative_tokens=config.num_speculative_tokens,
-            check_every_step=config.check_every_step,
+            config,
+            self.max_context,
         )
         self._control = EngineControl(self._core)
         self._runner.allocate_cache(num_blocks)

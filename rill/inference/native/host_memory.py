@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
 _FILES = (
@@ -14,26 +15,15 @@ _FILES = (
 
 def free_host_bytes(cgroups: Path = CGROUPS) -> int:
     """Files that the kernel keeps in memory count as free, for the machine and for the container."""
-    free = _available_bytes()
+    free: int = psutil.virtual_memory().available
     for limit_file, used_file in _FILES:
         try:
-            limit, used = (
-                (cgroups / limit_file).read_text().strip(),
-                (cgroups / used_file).read_text().strip(),
-            )
+            limit, used = ((cgroups / file).read_text().strip() for file in (limit_file, used_file))
         except OSError:
             continue
         if limit.isdigit():  # "max": no limit
             free = min(free, max(0, int(limit) - int(used) + _cached_bytes(cgroups / limit_file)))
     return free
-
-
-def _available_bytes() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _cached_bytes(limit_file: Path) -> int:

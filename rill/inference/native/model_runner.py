@@ -33,11 +33,11 @@ from rill.models.decode.attention_paged import (
     paged_context,
 )
 from rill.models.decode.decoder import Decoder, DecoderOps
-from rill.models.decode.quantized import quantize_weights, quantized_decoder
+from rill.models.decode.quantized import Writer, quantize_weights, quantized_decoder
 from rill.models.decode.shards import Shards
 from rill.models.decode.structure import LinearFn, read_structure
 from rill.models.eager import LogitRule, Probe, decoder_of
-from rill.models.ops.fp8 import FP8, Fp8Rows, multiplies_fp8
+from rill.models.ops.fp8 import FP8, multiplies_fp8
 from rill.models.ops.torch_kernels import TorchKernels
 from rill.models.routing import UNKNOWN, Routing
 from rill.models.vision import VisionTower, VisualRows
@@ -45,6 +45,8 @@ from rill.types import Floats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from rill.inference.native.engine import NativeEngine
 
 logger = logging.getLogger(__name__)
 
@@ -112,27 +114,31 @@ class ModelRunner:
     usual_num_slots = 256
     num_verified_rows = 16
     """Of a step that looks at drafts: so many cost little more than one."""
-    batch_invariant = False
 
     def __init__(
         self,
         model: PreTrainedModel,
         probe: Probe,
-        *,
+        config: NativeEngine.Config,
         device: torch.device,
-        block_size: int,
+        *,
+        max_len: int,
+        fuse: bool,
         shards: Shards | None = None,
     ) -> None:
-        """`shards`: what this rank holds of a model that several hold together; `probe` is of that part."""
+        """`max_len`: of the longest sequence; `fuse`: the parameters are this runner's own and may be moved together.
+        `shards`: what this rank holds of a model that several hold together; `probe` is of that part."""
         self.model, self.probe, self.shards = model, probe, shards
         self.device = device
+        self.batch_invariant = config.batch_invariant
+        self._fuse, self._max_len = fuse, max_len
         self.head: Any = model.get_output_embeddings()
         self.backbone: Any = decoder_of(model)
         self.vision: VisionTower | None = None
         """Looks at pictures, where the model can and the engine has their reader."""
         self.logit_rule = LogitRule.of(model.config)
         shapes = tuple((call.num_kv_heads, max(call.key_dim, call.value_dim)) for call in self.probe.calls)
-        self.cache_shape = CacheShape(shapes, model.dtype, block_size)
+        self.cache_shape = CacheShape(shapes, model.dtype, config.block_size)
         self.cache = KVCache()
         self.kernels: FlatKernels = TorchKernels()
         self.decoder: Decoder | None = None
@@ -141,7 +147,7 @@ class ModelRunner:
         """int16: the experts of every token in the cache, by its slot."""
         self._num_chosen = 0
         self.adapters = AdapterStore(model)
-        self._quantized: dict[int, Fp8Rows | None] = {}
+        self._quantized: dict[int, Writer] = {}
 
     @classmethod
     def num_slots(cls, configured: int | None) -> int:
@@ -286,29 +292,28 @@ class ModelRunner:
         """[N, V] of every token, for the check at load."""
         return self.logits(self.forward(batch))
 
-    def build_decoder(
-        self, ops: DecoderOps, *, fuse: bool, max_len: int, linear: LinearFn | None = None
-    ) -> Decoder | None:
+    def build_decoder(self, ops: DecoderOps, linear: LinearFn | None = None) -> Decoder | None:
         """`linear`: batch-invariant products, which a model with experts cannot have throughout."""
-        structure = read_structure(self.model, self.probe, fuse=fuse, max_len=max_len)
+        structure = read_structure(self.model, self.probe, fuse=self._fuse, max_len=self._max_len)
         if structure is None or (linear is not None and not structure.is_dense):
             return None
         return Decoder(structure, ops, linear, None if self.shards is None else self.shards.group)
 
-    def quantize(self, *, weights: bool, cache: bool) -> None:
-        """Weights, or keys and values, have 8 bits from here on. Before the cache is made."""
+    def quantize(self, *, weights: str | None, cache: bool) -> None:
+        """Weights have 8 or 4 bits (`fp8`, `int4`), keys and values 8, from here on. Before the cache is made."""
         if self.decoder is None:
             raise UnsupportedError(
                 f"quantization and kv_cache_dtype need the fast path, which {self.model.config.model_type!r} does not "
                 "have: leave both unset"
             )
         if weights:
-            self._quantized = quantize_weights(self.decoder.structure)
+            self._quantized = quantize_weights(self.decoder.structure, weights)
         if cache and multiplies_fp8(self.device):
             self.cache_shape = replace(self.cache_shape, dtype=FP8)
-        if not multiplies_fp8(self.device):
+        is_fp8 = weights == "fp8"
+        if (is_fp8 or cache) and not multiplies_fp8(self.device):
             logger.warning("no FP8 units here: numbers are rounded to 8 bits and multiplied as before")
-        self.decoder = quantized_decoder(self.decoder, weights=weights, cache=cache)
+        self.decoder = quantized_decoder(self.decoder, weights=is_fp8, cache=cache)
 
     def use_modules(self) -> None:
         """Never the decoder: what it computes is not what the modules do."""
@@ -364,7 +369,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         if temperature not in (0.0, 1.0):
             logits_SV /= temperature
-        return logits_SV.gather(1, targets_S[:, None])[:, 0] - logits_SV.logsumexp(dim=-1)
+        return logits_SV.log_softmax(-1).gather(1, targets_S[:, None])[:, 0]
 
     def paged_batch(self, batch: StepBatch) -> PagedBatch:
         device = self.device
@@ -374,8 +379,6 @@ class ModelRunner:
             context_lens_B=torch.from_numpy(batch.context_lens_B).to(device),
             block_tables_BM=torch.from_numpy(batch.block_tables).to(device),
             num_decodes=batch.num_decodes,
-            max_query_len=batch.max_query_len,
-            max_context_len=batch.max_context_len,
         )
 
     def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:

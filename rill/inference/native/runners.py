@@ -35,7 +35,7 @@ def build_runner(
             raise ConfigError(
                 "quantization changes weights, and somebody else holds these: give the engine its own"
             )
-        runner.quantize(weights=config.quantization is not None, cache=config.kv_cache_dtype == "fp8")
+        runner.quantize(weights=config.quantization, cache=config.kv_cache_dtype == "fp8")
         check_quantized(runner, expected)
     return runner
 
@@ -65,32 +65,9 @@ def load_runner(
     if device.type == "cuda":
         from rill.inference.native.cuda_runner import CudaRunner
 
-        runner = CudaRunner(
-            own,
-            probe,
-            device=device,
-            block_size=config.block_size,
-            max_len=max_len,
-            max_num_seqs=CudaRunner.num_slots(config.max_num_seqs),
-            max_batched_tokens=config.max_batched_tokens,
-            fast_path=config.fast_path,
-            fuse=fuse,
-            batch_invariant=config.batch_invariant,
-            cuda_graphs=config.cuda_graphs,
-            num_scheduler_steps=config.num_scheduler_steps,
-            shards=shards,
-        )
+        runner = CudaRunner(own, probe, config, device, max_len=max_len, fuse=fuse, shards=shards)
     else:
-        runner = CpuRunner(
-            own,
-            probe,
-            block_size=config.block_size,
-            max_len=max_len,
-            fast_path=config.fast_path,
-            fuse=fuse,
-            batch_invariant=config.batch_invariant,
-            shards=shards,
-        )
+        runner = CpuRunner(own, probe, config, device, max_len=max_len, fuse=fuse, shards=shards)
     if config.routed_experts:
         runner.record_experts()
     if has_tower(own):

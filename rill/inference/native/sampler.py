@@ -6,8 +6,9 @@ The number depends on nothing else, so a request's tokens do not depend on its b
            ─ grammar ─ top-k ─ top-p ─ min-p (ties at the cut are all kept) ─► sampled distribution
 
 temperature 0 takes the largest logit and reports the temperature-1 distribution. The torch functions here run on
-every device; rill.models.ops.cpu_kernels and rill.inference.native.triton_sampler hold faster ones with the same
-results. What changes single logits of a row is made by logit_edits.py.
+every device, and each computes a row by itself: its bits do not depend on the batch. For CUDA
+rill.inference.native.triton_sampler holds faster ones with the same results. What changes single logits of a row is
+made by logit_edits.py.
 
 Axes: S sampled row, V vocabulary.
 """
@@ -93,21 +94,19 @@ def sample(logits_SV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
     temperature_S = torch.from_numpy(batch.temperature_S).to(device)
     is_greedy_S = temperature_S == 0
     logits_SV /= torch.where(is_greedy_S, 1.0, temperature_S)[:, None]
-    norm_S = logits_SV.logsumexp(dim=-1)
+    reported_SV = logits_SV.log_softmax(-1)
     allowed_SV = apply_masks(logits_SV, batch.edits) if batch.edits and batch.edits.masks else logits_SV
     if bool((batch.temperature_S == 0).all()):
         tokens_S = allowed_SV.argmax(dim=-1)
     else:
         kept_SV = filter_logits(allowed_SV, batch) if batch.is_filtered else allowed_SV
-        weights_SV = (kept_SV - kept_SV.amax(dim=-1, keepdim=True)).exp().double()
-        cumulative_SV = weights_SV.cumsum(dim=-1)
+        cumulative_SV = kept_SV.softmax(-1).double().cumsum(dim=-1)
         target_S1 = cumulative_SV[:, -1:] * torch.from_numpy(batch.uniform_S).to(device)[:, None]
         # side="right" finds the first entry above the target, so a token of probability 0 is never chosen.
         tokens_S = torch.searchsorted(cumulative_SV, target_S1, side="right")[:, 0]
         tokens_S.clamp_(max=logits_SV.shape[1] - 1)  # NaN has no first entry; its log-probability is NaN too
         tokens_S = torch.where(is_greedy_S, allowed_SV.argmax(dim=-1), tokens_S)
-    logprobs_S = logits_SV.gather(1, tokens_S[:, None])[:, 0] - norm_S
-    return tokens_S, logprobs_S
+    return tokens_S, reported_SV.gather(1, tokens_S[:, None])[:, 0]
 
 
 def resample_masked(

@@ -30,6 +30,9 @@ from rill.inference.native.block_manager import BlockManager, OutOfBlocks
 from rill.inference.native.sequence import NO_SLOT, Sequence, Status
 from rill.inference.native.speculation import Speculator
 
+_MAX_GATHERED_STEPS = 8
+"""How long a prompt that could be started waits for others: some 20 ms with 256 sequences on an H200, ten with few."""
+
 
 class NeedsResults(Exception):
     """The results of the step in flight must be read before this one can be decided."""
@@ -78,7 +81,8 @@ class Scheduler:
         num_steps: int = 1,
         speculator: Speculator | None = None,
     ) -> None:
-        """num_gathered: with every slot taken, wait until this many are free before starting others. 0: off.
+        """num_gathered: while more than twice as many generate, prompts are started so many at a time: they wait for
+        slots as long as it takes, and for company for a few steps. 0: at once.
 
         num_steps: of a turn in which nothing but generation happens.
         """
@@ -98,7 +102,8 @@ class Scheduler:
         self._speculator = speculator
         self._root_key = root_key
         self._num_gathered = num_gathered
-        self._is_gathering = False
+        self._num_steps_gathered = 0
+        """How long prompts have waited for company, at most."""
         self._is_filling = False
         """Somebody has more than its newest token to compute."""
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -117,7 +122,8 @@ class Scheduler:
         """The next turn's work; nothing when nothing can run."""
         self._make_room()
         budget = self.max_batched_tokens
-        is_pure = self._is_pure()
+        can_admit = self._can_admit()
+        is_pure = not can_admit and self._is_pure()
         if is_pure and self._speculator is not None:
             drafts = self._speculator.propose(self.running)
             if drafts is not None:
@@ -126,7 +132,7 @@ class Scheduler:
         decodes, counts, grown, rest = self._take_decodes(budget, num_steps)
         chunks: list[Chunk] = []
         if num_steps == 1:
-            self._take_chunks(rest, chunks, budget - len(decodes))
+            self._take_chunks(rest, chunks, budget - len(decodes), can_admit)
         if num_steps > 1 and decodes and min(counts) != max(counts):
             decodes, counts = _most_first(decodes, counts)
         return Work(decodes, counts, grown, chunks, self.num_special > 0)
@@ -135,9 +141,7 @@ class Scheduler:
         """Nobody could begin or go on with a prompt meanwhile, and blocks are plenty: the turn may be longer."""
         if self.num_special or self.is_frozen or self._is_filling:
             return False
-        if len(self.running) > self.blocks.num_free or len(self.running) > self.max_batched_tokens:
-            return False
-        return not (self.waiting and self._has_slots())
+        return len(self.running) <= min(self.blocks.num_free, self.max_batched_tokens)
 
     def _take_drafts(self, drafts: list[list[int]]) -> Work:
         """One step that computes everybody's newest token and what may follow it."""
@@ -154,7 +158,7 @@ class Scheduler:
         counts = [1 + len(draft) for draft in drafts]
         return Work(list(self.running), counts, grown, [], False, drafts)
 
-    def _take_chunks(self, rest: list[Sequence], chunks: list[Chunk], budget: int) -> None:
+    def _take_chunks(self, rest: list[Sequence], chunks: list[Chunk], budget: int, can_admit: bool) -> None:
         """What is left of the budget goes to prompts: those begun, then new ones."""
         for seq in rest:
             need = seq.num_tokens - seq.num_computed
@@ -164,10 +168,10 @@ class Scheduler:
                     chunks.append(chunk)
                     budget -= chunk.length
         if self.is_frozen and not self._free_slots and any(seq.is_scored for seq in self.waiting):
-            self._make_way()
-        if budget > 0 and self.waiting and self._has_slots():
+            can_admit = self._make_way()
+        if budget > 0 and can_admit:
             self._admit(chunks, budget)
-            self._is_gathering = not self._free_slots
+            self._num_steps_gathered = 0
         self._is_filling = any(seq.is_scored or seq.num_computed < seq.num_tokens - 1 for seq in self.running)
 
     def _take_decodes(
@@ -276,10 +280,20 @@ class Scheduler:
             self.preempt(seq)  # others are ahead of it and hold everything: it would only sit on its blocks
         return None
 
-    def _has_slots(self) -> bool:
-        if len(self._free_slots) >= self._num_gathered or len(self.waiting) <= len(self._free_slots):
-            self._is_gathering = False
-        return bool(self._free_slots) and (self.is_frozen or not self._is_gathering)
+    def _can_admit(self) -> bool:
+        """Whether somebody may start now. A step with a prompt is no captured one: it takes those that generate as much
+        time for one prompt as for many."""
+        num_free, num_running = len(self._free_slots), len(self.running)
+        num_ready = min(len(self.waiting), num_free)
+        if num_ready == 0:
+            self._num_steps_gathered = 0
+            return False
+        if self._is_filling or self.is_frozen or num_ready >= min(self._num_gathered, num_running / 2):
+            return True
+        if len(self.waiting) > num_free:
+            return False  # slots will come
+        self._num_steps_gathered += self._num_steps
+        return self._num_steps_gathered > _MAX_GATHERED_STEPS
 
     def _make_way(self) -> bool:
         """For scoring while all else is frozen: nobody would leave by itself. Whether one had to."""

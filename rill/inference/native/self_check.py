@@ -72,11 +72,11 @@ def check_runner(runner: ModelRunner, cases: list[Case]) -> None:
 
 
 def check_quantized(runner: ModelRunner, cases: list[Case]) -> None:
-    """The same once weights or cache have 8 bits: ModelError where they cost more than these explain."""
+    """The same once weights or cache have fewer bits: ModelError where they cost more than these explain."""
     if _are_finite(cases) and not (found := _largest(runner, cases)) <= FP8_TOLERANCE:
         raise refusal(
             runner.model,
-            f"in 8 bits its logits differ from its modules' by {found:.2f} (limit {FP8_TOLERANCE})",
+            f"with fewer bits its logits differ from its modules' by {found:.2f} (limit {FP8_TOLERANCE})",
         )
 
 
@@ -116,14 +116,7 @@ def _logits(runner: ModelRunner, ids: Int64s, place: int | CheckPicture) -> torc
     return torch.cat(parts)
 
 
-def _batch(
-    ids: Int64s,
-    begin: int,
-    end: int,
-    first: int,
-    table: Int32s,
-    size: int,
-) -> StepBatch:
+def _batch(ids: Int64s, begin: int, end: int, first: int, table: Int32s, size: int) -> StepBatch:
     at = np.arange(begin, end, dtype=np.int64)
     nothing = np.zeros(0, dtype=np.float32)
     return StepBatch(

@@ -10,6 +10,7 @@ RUNNING, the block manager fills `block_ids`, the engine appends what was sample
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -63,8 +64,8 @@ class Sequence:
     num_prompt: int = 0
     num_in_flight: int = 0
     num_computed: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    versions: array[int] = field(default_factory=lambda: array("i"))
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
     """The likeliest tokens at each place, where the request asked for them."""
     num_cached: int = 0
@@ -118,8 +119,8 @@ class Sequence:
         """Take sampled tokens, up to the first that ends it; the reason to stop after it, if there is one."""
         count, reason = self._first_end(tokens)
         self.tokens += tokens[:count]
-        self.logprobs += logprobs[:count]
-        self.versions += [version] * min(count, len(tokens))
+        self.logprobs.extend(logprobs[:count])
+        self.versions.extend([version] * min(count, len(tokens)))
         if self.edits is not None:
             self.edits.add(tokens[:count])
         if reason is None and len(self.tokens) >= self.max_tokens:

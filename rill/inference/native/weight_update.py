@@ -13,8 +13,8 @@ import torch
 
 from rill.errors import WeightSyncError
 from rill.inference.base import NamedTensors
+from rill.models.decode.quantized import Writer
 from rill.models.decode.shards import Shards
-from rill.models.ops.fp8 import Fp8Rows, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,10 +28,10 @@ class WeightTargets:
         model: PreTrainedModel,
         shards: Shards | None = None,
         announce: Callable[[str], None] | None = None,
-        quantized: Mapping[int, Fp8Rows | None] | None = None,
+        quantized: Mapping[int, Writer] | None = None,
     ) -> None:
         """`announce`: tells the other ranks to receive() their part of this name now. `quantized`: which parameters
-        have 8 bits, by id, and where they are written (rill.models.decode.quantized)."""
+        have fewer bits, by id, and what writes them (rill.models.decode.quantized)."""
         self._shards, self._announce, self._quantized = shards, announce, quantized or {}
         # Tied tensors appear under each of their names; one of them is enough.
         self._by_name: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -55,11 +55,7 @@ class WeightTargets:
             if self._shards is not None:
                 self._share(self._shards, name, tensor.detach().to(target))
             elif id(target) in self._quantized:
-                rows, whole = self._quantized[id(target)], tensor.detach().to(target.device)
-                if rows is None:
-                    target.data.copy_(rounded(whole))
-                else:
-                    rows.write(whole)
+                self._quantized[id(target)](tensor.detach().to(target.device))
             elif at_once and tensor.device == target.device and tensor.dtype == target.dtype:
                 sources.append(tensor.detach())
                 destinations.append(target.data)

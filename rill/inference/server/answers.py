@@ -1,4 +1,4 @@
-"""Answers as HTTP: JSON, or server-sent events; and the way every generation request goes, whole or streamed.
+"""The way every generation request goes, whole or streamed.
 
 A generation route makes an `Answer` of its body and gives it to `respond`. What completions and chat have in common is
 in `OpenAIAnswer`: a choice for each piece of a sample, in an envelope.
@@ -8,36 +8,21 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol
 
-import msgspec
-from fastapi import Request as HttpRequest
-from fastapi import Response
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from rill.errors import RillError
 from rill.inference.base import Completion, Request
 from rill.inference.server.choices import usage
-from rill.inference.server.errors import ApiError, bad_request, error_body, to_api_error
+from rill.inference.server.errors import ApiError, bad_request, error_fields, to_api_error
 from rill.inference.server.generation import Piece, Samples
+from rill.inference.server.http import DONE, Call, EventStream, event, json_response
 from rill.inference.server.sampling import new_id
 from rill.inference.server.schemas import GenerationBody
 from rill.inference.server.state import ServerState
-
-_encode_json = msgspec.json.Encoder().encode
-
-DONE = b"data: [DONE]\n\n"
-
-
-def json_response(body: Any, status: int = 200) -> Response:
-    return Response(_encode_json(body), status_code=status, media_type="application/json")
-
-
-def event(body: Any) -> bytes:
-    return b"data: " + _encode_json(body) + b"\n\n"
 
 
 class Answer(Protocol):
@@ -78,11 +63,13 @@ class OpenAIAnswer:
     async def events(self, samples: Samples) -> AsyncIterator[bytes]:
         completions: list[Completion] = []
         async for pieces in samples:
-            yield b"".join(event(self.chunk(piece)) for piece in pieces)
+            told = [event(self.chunk(piece)) for piece in pieces]
             completions += [piece.completion for piece in pieces if piece.completion is not None]
-        if self._tells_usage:
-            yield event(self.envelope([], is_chunk=True) | self.usage(completions))
-        yield DONE
+            if not samples.num_left:  # one write for the last tokens and what follows them
+                if self._tells_usage:
+                    told.append(event(self.envelope([], is_chunk=True) | self.usage(completions)))
+                told.append(DONE)
+            yield b"".join(told)
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return {"usage": usage(sum(map(len, self.prompts)), completions)}
@@ -97,35 +84,20 @@ class OpenAIAnswer:
         }
 
 
-async def respond(state: ServerState, caller: str, answer: Answer, http: HttpRequest) -> Response:
+async def respond(call: Call, answer: Answer) -> Response:
     """Admitted, run, and answered. The place that admission gave is held until the answer is made, or the stream has
     ended or lost its client."""
-    requests = answer.requests()
+    state, requests = call.state, answer.requests()
     with ExitStack() as held:
-        held.enter_context(state.admission.admit(caller))
+        held.enter_context(state.admission.admit())
+        name = (call.caller, answer.name)
         samples = held.enter_context(
-            state.generation.submit(requests, (caller, answer.name), is_streamed=answer.is_streamed)
+            state.generation.submit(requests, name, call.http.receive, is_streamed=answer.is_streamed)
         )
         if not answer.is_streamed:
-            return json_response(await answer.whole(await samples.completions(http)))
-        await samples.begun(http)
-        return _EventStream(answer.events(samples), held.pop_all().close)
-
-
-class _EventStream(StreamingResponse):
-    """Server-sent events. `on_close` runs even when the client left before the first event."""
-
-    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
-        super().__init__(
-            _with_errors(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
-        self._on_close = on_close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_close()
+            return json_response(await answer.whole(await samples.completions()))
+        await samples.begun()
+        return EventStream(_with_errors(answer.events(samples)), held.pop_all().close)
 
 
 async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -134,4 +106,4 @@ async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for data in events:
             yield data
     except (ApiError, RillError) as error:
-        yield event(error_body(to_api_error(error))) + DONE
+        yield event({"error": error_fields(to_api_error(error))}) + DONE

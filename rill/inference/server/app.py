@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from starlette.responses import Response
 
-from rill import __version__
 from rill.data.tool_calls import SYNTAXES, detect_syntax
 from rill.inference.base import Engine, Feature
 from rill.inference.server import (
@@ -21,10 +20,11 @@ from rill.inference.server import (
 )
 from rill.inference.server.auth import KeyRing
 from rill.inference.server.config import ServerConfig
-from rill.inference.server.errors import ERRORS, install_error_handlers
 from rill.inference.server.generation import Generation
-from rill.inference.server.limits import Admission, BodyLimit
-from rill.inference.server.metrics import CountResponses, Metrics
+from rill.inference.server.http import Access, Application, Call, Routes, json_response
+from rill.inference.server.limits import Admission
+from rill.inference.server.metrics import Metrics
+from rill.inference.server.openapi import PAGE
 from rill.inference.server.reasoning import is_taught
 from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextCodec
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rill.models.loading import ModelConfig
 
 ROUTES = (
-    routes_completions, routes_chat, routes_dialects, routes_tokens, routes_models, routes_admin,
+    routes_tokens, routes_completions, routes_chat, routes_dialects, routes_models, routes_admin,
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def create_app(
     *,
     model: ModelConfig | None = None,
     chat_template: str | None = None,
-) -> FastAPI:
+) -> Application:
     """An ASGI application over the engine. The caller owns the engine and closes it after the application.
 
     `model` is what the engine was loaded from. With it, weights that do not fit are refused before the engine is asked,
@@ -57,13 +57,13 @@ def create_app(
     metrics = Metrics()
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def started() -> AsyncIterator[ServerState]:
         pictures = None
         if model is not None and Feature.PICTURES in engine.features:
             pictures = load_pictures(model)
         codec = TextCodec(tokenizer, chat_template=chat_template, pictures=pictures)
         named = SYNTAXES.get(config.tool_syntax)
-        app.state.server = ServerState(
+        state = ServerState(
             engine=engine,
             codec=codec,
             tool_syntax=named or detect_syntax(codec.chat_template),
@@ -71,20 +71,30 @@ def create_app(
             or (config.reasoning == "auto" and is_taught(codec.chat_template)),
             config=config,
             keys=KeyRing(config),
-            admission=Admission(config.requests_per_minute, config.max_concurrent),
+            admission=Admission(config.max_concurrent),
             metrics=metrics,
             generation=Generation(engine, metrics, config.request_timeout_s, config.stream_interval_s),
             model=model,
         )
-        yield
-        app.state.server.generation.close()
-        if app.state.server.inbox is not None:
-            app.state.server.inbox.close()
+        yield state
+        state.generation.close()
 
-    app = FastAPI(title="rill", version=__version__, lifespan=lifespan, responses=ERRORS, redoc_url=None)
-    install_error_handlers(app)
-    for module in ROUTES:
-        app.include_router(module.routes)
-    app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes)
-    app.add_middleware(CountResponses, metrics=metrics)
+    described = [endpoint for module in ROUTES for endpoint in module.routes]
+    app = Application(described, started, max_body_bytes=config.max_body_bytes)
+    app.add(_pages(app))
     return app
+
+
+def _pages(app: Application) -> Routes:
+    """What the API says of itself."""
+    routes = Routes()
+
+    @routes.get("/openapi.json", Access.OPEN)
+    async def openapi(call: Call) -> Response:
+        return json_response(app.openapi())
+
+    @routes.get("/docs", Access.OPEN)
+    async def page(call: Call) -> Response:
+        return Response(PAGE, media_type="text/html")
+
+    return routes

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import ipaddress
 
-from fastapi import Request
+from starlette.requests import Request
 
 from rill.inference.server.config import ServerConfig
 from rill.inference.server.errors import ApiError

@@ -23,9 +23,7 @@ def template_tools(tools: list[Tool] | None) -> ToolSchemas | None:
 
 
 def template_options(body: ChatTemplateBody) -> dict[str, Any]:
-    """Keyword arguments of the template. A client's own template is a program, and is not run."""
-    if body.chat_template is not None:
-        raise bad_request("templates from clients are not run", "chat_template", "unsupported")
+    """Keyword arguments of the template."""
     if body.add_generation_prompt and body.continue_final_message:
         raise bad_request(
             "add_generation_prompt and continue_final_message exclude each other", "continue_final_message"

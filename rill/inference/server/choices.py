@@ -119,9 +119,20 @@ def completion_logprobs(
     return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
+class _Names(dict[int, str]):
+    """Written once each, of a vocabulary; after that a lookup without a call of Python's."""
+
+    def __missing__(self, token_id: int) -> str:
+        name = self[token_id] = f"token_id:{token_id}"
+        return name
+
+
+_NAMES = _Names()
+
+
 def token_names(token_ids: Sequence[int]) -> list[str]:
     """Tokens named by their ids, which a trainer reads back without a tokenizer."""
-    return [f"token_id:{token_id}" for token_id in token_ids]
+    return list(map(_NAMES.__getitem__, token_ids))
 
 
 @lru_cache(maxsize=65536)

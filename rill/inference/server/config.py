@@ -32,8 +32,6 @@ class ServerConfig(Config):
     """Larger request bodies get 413. 0: off."""
     max_samples: int = Field(default=128, ge=1)
     """The largest `n` (times prompts) of one request."""
-    requests_per_minute: int = Field(default=0, ge=0)
-    """Per client key, with a burst of a sixth of it; beyond gets 429. 0: off."""
     max_concurrent: int = Field(default=4096, ge=0)
     """Generation requests in flight; beyond gets 429. 0: off."""
     request_timeout_s: float = Field(default=3600.0, ge=0)

@@ -6,14 +6,13 @@ is a 503; what reaches the last handler is our own bug, and a 500.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
+from pydantic import ValidationError
+from starlette.responses import Response
 
 from rill.errors import (
     EngineError,
@@ -26,8 +25,6 @@ from rill.errors import (
     WeightSyncError,
 )
 
-log = logging.getLogger(__name__)
-
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
@@ -38,8 +35,8 @@ _NAME = {"type": ["string", "null"]}
 _FIELDS = {"message": {"type": "string"}, "type": {"type": "string"}, "param": _NAME, "code": _NAME}
 _BODY = {"type": "object", "required": list(_FIELDS), "properties": _FIELDS}
 _SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": _BODY}}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": kind, "content": {"application/json": {"schema": _SCHEMA}}}
+ERRORS = {
+    str(status): {"description": kind, "content": {"application/json": {"schema": _SCHEMA}}}
     for status, kind in _TYPES.items()
     if status != 405
 }
@@ -65,7 +62,7 @@ class ApiError(Exception):
     message: str
     param: str | None = field(default=None, kw_only=True)
     code: str | None = field(default=None, kw_only=True)
-    retry_after_s: int | None = field(default=None, kw_only=True)
+    headers: dict[str, str] = field(default_factory=dict, kw_only=True)
 
     def __str__(self) -> str:
         return self.message
@@ -79,60 +76,38 @@ def to_api_error(error: Exception) -> ApiError:
     """What a client sees of an exception from below."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestValidationError):
-        return _describe_validation(error)
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
     for kind, status in _STATUS:
         if isinstance(error, kind):
             return ApiError(status, str(error), code="unsupported" if kind is UnsupportedError else None)
     return ApiError(500, "the server met an internal error; its log has the details")
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
+def error_fields(error: ApiError) -> dict[str, Any]:
     return {
-        "error": {
-            # Clients send lone surrogates; echoing one would break the encoding of the answer.
-            "message": error.message.encode("utf-8", "replace").decode(),
-            "type": _TYPES.get(error.status, "server_error"),
-            "param": error.param,
-            "code": error.code,
-        }
+        # Clients send lone surrogates; echoing one would break the encoding of the answer.
+        "message": error.message.encode("utf-8", "replace").decode(),
+        "type": _TYPES.get(error.status, "server_error"),
+        "param": error.param,
+        "code": error.code,
     }
 
 
-def error_response(error: ApiError) -> Response:
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return Response(
-        msgspec.json.encode(error_body(error)),
-        status_code=error.status,
-        media_type="application/json",
-        headers=headers,
-    )
+Tell = Callable[[str, str], dict[str, Any]]
+"""The body of an error in another dialect, from its message and its type."""
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    async def answer(request: Request, error: Exception) -> Response:
-        response = error_response(to_api_error(error))
-        if isinstance(error, HTTPException):
-            response.headers.update(error.headers or {})
-        if response.status_code == 500:
-            log.error("unhandled error in %s %s", request.method, request.url.path, exc_info=error)
-        return response
-
-    for kind in (ApiError, RillError, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, answer)
+def error_response(error: ApiError, tell: Tell | None = None) -> Response:
+    fields = error_fields(error)
+    headers = error.headers | ({"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
+    body = {"error": fields} if tell is None else tell(fields["message"], fields["type"])
+    content = msgspec.json.encode(body)
+    return Response(content, status_code=error.status, media_type="application/json", headers=headers)
 
 
-def _describe_validation(error: RequestValidationError) -> ApiError:
+def describe_validation(error: ValidationError) -> ApiError:
     """The first mistake, by the name of the field, as OpenAI reports it."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part not in ("body", "query")]
-    if first["type"] == "json_invalid":
-        return bad_request("the request body is not valid JSON", code="invalid_json")
-    where = ".".join(path)
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return bad_request(f"{where}: there is no such field", param=where, code="unknown_field")
     return bad_request(f"{where or 'body'}: {first['msg']}", param=where or None, code=first["type"])

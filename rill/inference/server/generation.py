@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from fastapi import Request as HttpRequest
+from starlette.types import Receive
 
 from rill.errors import RillError
 from rill.inference.base import Completion, Delta, Engine, Request, TopTokens
@@ -70,12 +70,13 @@ class Generation:
 
     @contextmanager
     def submit(
-        self, requests: Sequence[Request], name: tuple[str, str], *, is_streamed: bool
+        self, requests: Sequence[Request], name: tuple[str, str], receive: Receive, *, is_streamed: bool
     ) -> Iterator[Samples]:
-        """Their samples, to be waited for. What has not ended with the block is aborted."""
+        """Their samples, to be waited for. What has not ended with the block is aborted. `receive`: of the client, who
+        has nothing more to say but that it leaves."""
         if is_streamed:  # told more often than it is sent, the tokens would only wait here
             requests = [replace(request, delta_interval_s=self.hub.interval_s) for request in requests]
-        samples = Samples(self, requests)
+        samples = Samples(self, requests, receive)
         if is_streamed:
             self.hub.streams.update(dict.fromkeys(samples.request_ids, samples))
         self.under_way.setdefault(name, []).append(samples)
@@ -120,7 +121,7 @@ class Samples:
     in batches of pieces once it has `begun`: what goes wrong before that is an HTTP status, which clients know how to
     retry, and not an event of a stream that began well."""
 
-    def __init__(self, owner: Generation, requests: Sequence[Request]) -> None:
+    def __init__(self, owner: Generation, requests: Sequence[Request], receive: Receive) -> None:
         self.request_ids = [r.id for r in requests]
         self.has_token = False
         self._owner = owner
@@ -135,6 +136,7 @@ class Samples:
         # One timer for all of it: a timeout around every wait would cost a task each.
         loop, limit = asyncio.get_running_loop(), owner.timeout_s
         self._deadline = None if limit is None else loop.call_later(limit, self._give_up, _too_late(limit))
+        self._watcher = loop.create_task(self._watch(receive))
 
     @property
     def num_left(self) -> int:
@@ -144,21 +146,19 @@ class Samples:
         self._news.extend(news)
         self._wake.set()
 
-    async def completions(self, http: HttpRequest) -> list[Completion]:
+    async def completions(self) -> list[Completion]:
         """All of them, in the order of the requests."""
-        with self._watched(http):
-            while self.num_left:
-                for item in await self._next_news():
-                    if not isinstance(item, Delta):
-                        completion = item.result()
-                        self._completions[self._index[completion.request_id]] = completion
+        while self.num_left:
+            for item in await self._next_news():
+                if not isinstance(item, Delta):
+                    completion = item.result()
+                    self._completions[self._index[completion.request_id]] = completion
         self._observe()
         return [self._completions[index] for index in range(len(self._requests))]
 
-    async def begun(self, http: HttpRequest) -> None:
+    async def begun(self) -> None:
         """Waits for the first news; raises where they are that a sample failed, or that somebody gave up."""
-        with self._watched(http):
-            await self._wake.wait()
+        await self._wake.wait()
         if self._error is not None:
             raise self._error
         for item in self._news:
@@ -181,6 +181,7 @@ class Samples:
         self._observe()
 
     def close(self) -> None:
+        self._watcher.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
 
@@ -215,21 +216,10 @@ class Samples:
         self._error = error
         self._wake.set()
 
-    @contextmanager
-    def _watched(self, http: HttpRequest) -> Iterator[None]:
-        """Gives up when the client leaves while the block runs."""
-
-        async def watch() -> None:
-            # The body has been read, so the next message can be nothing else.
-            while (await http.receive())["type"] != "http.disconnect":
-                pass
-            self._give_up(ApiError(499, "the client went away"))
-
-        watcher = asyncio.ensure_future(watch())
-        try:
-            yield
-        finally:
-            watcher.cancel()
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._give_up(ApiError(499, "the client went away"))
 
     def _observe(self) -> None:
         metrics = self._owner.metrics

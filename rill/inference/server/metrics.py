@@ -6,8 +6,6 @@ import bisect
 from collections import Counter
 from collections.abc import Iterator
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from rill.inference.base import EngineStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -43,11 +41,9 @@ class Metrics:
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.num_aborted = 0
-        self.latency_s = Histogram(
-            "rill_request_seconds", "Time of a generation request, in seconds.", _SECONDS
-        )
+        self.latency_s = Histogram("rill_request_seconds", "Time of a generation request.", _SECONDS)
         self.first_token_s = Histogram(
-            "rill_first_token_seconds", "Time to a stream's first token, in seconds.", _SECONDS
+            "rill_first_token_seconds", "Time to a stream's first token.", _SECONDS
         )
         self.completion_tokens = Histogram("rill_completion_tokens", "New tokens of a completion.", _TOKENS)
 
@@ -62,34 +58,17 @@ class Metrics:
         ]
         for (route, status), count in sorted(self.responses.items()):
             lines.append(f'rill_responses_total{{route="{route}",status="{status}"}} {count}')
-        lines += _simple(
-            "counter", "rill_prompt_tokens_total", "Prompt tokens served.", self.num_prompt_tokens
-        )
-        lines += _simple(
-            "counter", "rill_generated_tokens_total", "New tokens served.", self.num_completion_tokens
-        )
-        lines += _simple("counter", "rill_aborted_total", "Requests given up or timed out.", self.num_aborted)
-        lines += _simple("gauge", "rill_in_flight", "Generation requests in flight.", num_in_flight)
+        for kind, name, about, value in (
+            ("counter", "rill_prompt_tokens_total", "Prompt tokens served.", self.num_prompt_tokens),
+            ("counter", "rill_generated_tokens_total", "New tokens served.", self.num_completion_tokens),
+            ("counter", "rill_aborted_total", "Requests given up or timed out.", self.num_aborted),
+            ("gauge", "rill_in_flight", "Generation requests in flight.", num_in_flight),
+        ):
+            lines += _simple(kind, name, about, value)
         for histogram in (self.latency_s, self.first_token_s, self.completion_tokens):
             lines.extend(histogram.lines())
         lines.extend(_engine_lines(stats))
         return "\n".join(lines) + "\n"
-
-
-class CountResponses:
-    """Counts answers by route and status. Routes, not paths: a client must not be able to make new time series."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app, self._responses = app, metrics.responses
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                route = scope.get("route")
-                self._responses["unknown" if route is None else route.path, message["status"]] += 1
-            await send(message)
-
-        await self.app(scope, receive, counted if scope["type"] == "http" else send)
 
 
 _NOW = ("num_running", "num_waiting", "num_kv_blocks", "num_free_kv_blocks")

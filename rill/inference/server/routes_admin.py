@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
 from rill import __version__
 from rill.errors import RillError
 from rill.inference.base import MemoryLevel, PauseMode
-from rill.inference.server.answers import json_response
 from rill.inference.server.errors import ApiError
+from rill.inference.server.http import Access, Call, Routes, json_response
 from rill.inference.server.schemas import AbortBody, PauseBody, SleepBody, UpdateWeightsBody
-from rill.inference.server.state import ServerState, admin_state, state_of
+from rill.inference.server.state import ServerState
 
 if TYPE_CHECKING:
     from rill.inference.server.weights import WeightInbox
@@ -28,14 +28,14 @@ _LIVENESS_S = 5.0
 _PROBES = ThreadPoolExecutor(2, thread_name_prefix="server-probe")
 """Probes wait for nothing but the engine."""
 
-routes = APIRouter()
+routes = Routes()
 
 
-@routes.get("/health")
-@routes.get("/ping")
-async def health(request: Request) -> Response:
+@routes.get("/health", Access.OPEN)
+@routes.get("/ping", Access.OPEN)
+async def health(call: Call) -> Response:
     """200 while requests are served; 503 with the reason otherwise. Needs no key: load balancers have none."""
-    state = state_of(request)
+    state = call.state
     stats = await asyncio.to_thread(state.engine.stats)
     num_replicas = stats.extra.get("replicas", 1.0)
     status = _status(state) if num_replicas else "no replica"
@@ -43,18 +43,18 @@ async def health(request: Request) -> Response:
     return json_response(body, 200 if status in ("ok", "paused") else 503)
 
 
-@routes.get("/metrics")
-async def metrics(request: Request) -> Response:
-    state = state_of(request)
+@routes.get("/metrics", Access.OPEN)
+async def metrics(call: Call) -> Response:
+    state = call.state
     stats = await asyncio.to_thread(state.engine.stats)
     text = state.metrics.render(stats, state.admission.num_in_flight)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-@routes.get("/liveness")
-async def liveness(request: Request) -> Response:
+@routes.get("/liveness", Access.OPEN)
+async def liveness(call: Call) -> Response:
     """Whether the engine answers at all (prime-rl's probe): 503 where it does not within five seconds."""
-    state = state_of(request)
+    state = call.state
     try:
         loop = asyncio.get_running_loop()
         await asyncio.wait_for(loop.run_in_executor(_PROBES, state.engine.stats), _LIVENESS_S)
@@ -63,32 +63,28 @@ async def liveness(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-@routes.get("/version")
-async def version() -> Response:
+@routes.get("/version", Access.OPEN)
+async def version(call: Call) -> Response:
     return json_response({"version": __version__})
 
 
-@routes.post("/abort_requests")
-async def abort_requests(body: AbortBody, request: Request) -> Response:
+@routes.post("/abort_requests", Access.CLIENT)
+async def abort_requests(call: Call, body: AbortBody) -> Response:
     """End the caller's own requests, by the name it gave them (`request_id`) or by their answers' ids. They are
     answered with what they have, and finish_reason "abort"."""
-    state = state_of(request)
-    caller = state.keys.check_client(request)
-    num_aborted = await state.generation.abort([(caller, name) for name in body.request_ids])
+    num_aborted = await call.state.generation.abort([(call.caller, name) for name in body.request_ids])
     return json_response({"status": "ok", "aborted": num_aborted})
 
 
-@routes.post("/pause")
-async def pause(request: Request, body: PauseBody | None = None) -> Response:
+@routes.post("/pause", Access.ADMIN)
+async def pause(call: Call, body: PauseBody | None) -> Response:
     """Stop between two steps and keep the tokens (interrupt), or let what runs end (finish)."""
-    state = admin_state(request)
+    state = call.state
     mode = (body or PauseBody()).mode
 
     def work() -> None:
-        lets_end = mode in ("finish", "wait")
-        state.engine.pause(
-            PauseMode.FINISH if lets_end else PauseMode.INTERRUPT, state.config.admin_timeout_s
-        )
+        kind = PauseMode.FINISH if mode in ("finish", "wait") else PauseMode.INTERRUPT
+        state.engine.pause(kind, state.config.admin_timeout_s)
         if mode == "abort":
             state.engine.abort()
         state.is_paused = True
@@ -97,9 +93,9 @@ async def pause(request: Request, body: PauseBody | None = None) -> Response:
     return json_response({"status": "paused"})
 
 
-@routes.post("/resume")
-async def resume(request: Request) -> Response:
-    state = admin_state(request)
+@routes.post("/resume", Access.ADMIN)
+async def resume(call: Call) -> Response:
+    state = call.state
 
     def work() -> None:
         if state.is_asleep:
@@ -111,10 +107,10 @@ async def resume(request: Request) -> Response:
     return json_response({"status": "resumed"})
 
 
-@routes.post("/sleep")
-async def sleep(request: Request, body: SleepBody | None = None) -> Response:
+@routes.post("/sleep", Access.ADMIN)
+async def sleep(call: Call, body: SleepBody | None) -> Response:
     """Give device memory back. The engine must be paused or idle."""
-    state = admin_state(request)
+    state = call.state
     level = MemoryLevel((body or SleepBody()).level)
 
     def work() -> None:
@@ -125,10 +121,10 @@ async def sleep(request: Request, body: SleepBody | None = None) -> Response:
     return json_response({"status": "asleep", "level": level.value})
 
 
-@routes.post("/wake")
-@routes.post("/wake_up")
-async def wake(request: Request) -> Response:
-    state = admin_state(request)
+@routes.post("/wake", Access.ADMIN)
+@routes.post("/wake_up", Access.ADMIN)
+async def wake(call: Call) -> Response:
+    state = call.state
 
     def work() -> None:
         state.engine.restore()
@@ -138,26 +134,28 @@ async def wake(request: Request) -> Response:
     return json_response({"status": "awake"})
 
 
-@routes.post("/flush_cache")
-@routes.post("/reset_prefix_cache")
-async def flush_cache(request: Request) -> Response:
-    state = admin_state(request)
+@routes.post("/flush_cache", Access.ADMIN)
+@routes.post("/reset_prefix_cache", Access.ADMIN)
+async def flush_cache(call: Call) -> Response:
+    state = call.state
     await state.act("flush_cache", state.engine.flush)
     return json_response({"status": "flushed"})
 
 
-@routes.post("/update_weights")
-async def update_weights(body: UpdateWeightsBody, request: Request) -> Response:
-    """Weights from a manifest or from a folder; see weights.py."""
-    state = admin_state(request)
-    version = await state.act("update_weights", lambda: _inbox(state).update(body))
+@routes.post("/update_weights", Access.ADMIN)
+async def update_weights(call: Call, body: UpdateWeightsBody) -> Response:
+    """Weights from a folder; see weights.py."""
+    state, folder = call.state, Path(body.weight_dir)
+    version = await state.act(
+        "update_weights", lambda: _inbox(state).load(folder, body.version, partial=body.partial)
+    )
     return json_response({"status": "ok", "version": int(version)})
 
 
-@routes.post("/reload_weights")
-async def reload_weights(request: Request) -> Response:
+@routes.post("/reload_weights", Access.ADMIN)
+async def reload_weights(call: Call) -> Response:
     """The weights that the server started with, under a new version."""
-    state = admin_state(request)
+    state = call.state
     version = await state.act("reload_weights", lambda: _inbox(state).reload())
     return json_response({"status": "ok", "version": int(version)})
 

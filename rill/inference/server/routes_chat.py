@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.responses import Response
 
 from rill.data.tool_calls import ParsedCall
 from rill.inference.base import Completion, Feature, Guide
@@ -21,29 +21,26 @@ from rill.inference.server.chat import (
 from rill.inference.server.choices import chat_logprobs, finish_reason, stop_detail, token_fields
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece
+from rill.inference.server.http import Access, Call, Routes
 from rill.inference.server.reasoning import CLOSE, OPEN, ReasoningStream
 from rill.inference.server.sampling import build_requests, num_top_logprobs
 from rill.inference.server.schemas import ChatBody, ChatTokensBody
-from rill.inference.server.state import ServerState, state_of
+from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextStream
 from rill.inference.server.tool_calls import CallDelta, ToolCallStream, forced_call
 from rill.types import Picture
 
-routes = APIRouter()
+routes = Routes()
 
 
-@routes.post("/v1/chat/completions")
-async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-    state = state_of(request)
-    caller = state.keys.check_client(request)
-    return await respond(state, caller, await chat_answer(state, body), request)
+@routes.post("/v1/chat/completions", Access.CLIENT)
+async def create_chat_completion(call: Call, body: ChatBody) -> Response:
+    return await respond(call, await chat_answer(call.state, body))
 
 
-@routes.post("/v1/chat/completions/tokens")
-async def create_chat_completion_from_tokens(body: ChatTokensBody, request: Request) -> Response:
-    state = state_of(request)
-    caller = state.keys.check_client(request)
-    return await respond(state, caller, ChatAnswer(state, body, body.tokens), request)
+@routes.post("/v1/chat/completions/tokens", Access.CLIENT)
+async def create_chat_completion_from_tokens(call: Call, body: ChatTokensBody) -> Response:
+    return await respond(call, ChatAnswer(call.state, body, body.tokens))
 
 
 async def chat_answer(state: ServerState, body: ChatBody) -> ChatAnswer:
@@ -72,13 +69,15 @@ class _Sample:
         self.is_started = False
 
     def feed(self, piece: Piece) -> tuple[str, str, list[ParsedCall]]:
-        """(reasoning, content, calls) of an answer that comes in one piece."""
+        """(reasoning, content, calls that are complete) that came with it."""
         reasoning, text = self._split(piece)
-        content, calls = (text, []) if self._tools is None else self._tools.feed(text, is_last=True)
+        if self._tools is None:
+            return reasoning, text, []
+        content, calls = self._tools.feed(text, is_last=piece.completion is not None)
         return reasoning, content, calls
 
     def stream(self, piece: Piece) -> tuple[str, str, list[CallDelta]]:
-        """As `feed`, of one piece of a stream."""
+        """As `feed`; calls as they are written."""
         reasoning, text = self._split(piece)
         if self._tools is None:
             return reasoning, text, []
@@ -142,8 +141,8 @@ class ChatAnswer(OpenAIAnswer):
     async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(completions):
-            sample = self._new_sample()
             piece = Piece.of(index, completion)
+            sample = self._sample(piece)
             reasoning, content, calls = sample.feed(piece)
             message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
             if reasoning:
@@ -158,11 +157,17 @@ class ChatAnswer(OpenAIAnswer):
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         is_first = not self._samples
-        sample = self._samples.get(piece.index) or self._samples.setdefault(piece.index, self._new_sample())
+        sample = self._sample(piece)
         chunk = self.envelope([self._stream_choice(piece, sample)], is_chunk=True)
         if is_first and self._body.return_token_ids:
             chunk["prompt_token_ids"] = self._prompt
         return chunk
+
+    def said(self, piece: Piece) -> tuple[str, list[ParsedCall], str | None]:
+        """As `chunk`, for another dialect: content, calls that are complete, and why it ended."""
+        sample = self._sample(piece)
+        _, content, calls = sample.feed(piece)
+        return content, calls, sample.finish_reason(piece)
 
     def _stream_choice(self, piece: Piece, sample: _Sample) -> dict[str, Any]:
         reasoning, content, calls = sample.stream(piece)
@@ -196,5 +201,8 @@ class ChatAnswer(OpenAIAnswer):
             choice |= token_fields(piece)
         return choice
 
-    def _new_sample(self) -> _Sample:
-        return _Sample(self.state, self._body, self._has_tools, self._is_reasoning)
+    def _sample(self, piece: Piece) -> _Sample:
+        if piece.index not in self._samples:
+            new = _Sample(self.state, self._body, self._has_tools, self._is_reasoning)
+            self._samples[piece.index] = new
+        return self._samples[piece.index]

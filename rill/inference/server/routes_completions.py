@@ -9,46 +9,42 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from starlette.responses import Response
 
 from rill.inference.base import AdapterEngine, Completion, EmbeddingEngine, Feature
 from rill.inference.base import Request as EngineRequest
-from rill.inference.server.answers import OpenAIAnswer, json_response, respond
+from rill.inference.server.answers import OpenAIAnswer, respond
 from rill.inference.server.choices import completion_logprobs, finish_reason, stop_detail, token_fields
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, finite
+from rill.inference.server.http import Access, Call, Routes, json_response
 from rill.inference.server.sampling import build_requests, num_top_logprobs, resolve_model
 from rill.inference.server.schemas import CompletionBody, EmbeddingsBody, Prompts
-from rill.inference.server.state import ServerState, state_of
+from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextCodec, TextStream
 from rill.types import Floats
 
-routes = APIRouter()
+routes = Routes()
 
 
-@routes.post("/v1/completions")
-async def create_completion(body: CompletionBody, request: Request) -> Response:
-    state = state_of(request)
-    caller = state.keys.check_client(request)
+@routes.post("/v1/completions", Access.CLIENT)
+async def create_completion(call: Call, body: CompletionBody) -> Response:
+    state = call.state
     _refuse(body)
     answer = _Answer(state, body, await encode_prompts(state.codec, body.prompt, param="prompt"))
     if body.max_tokens == 0:
-        with state.admission.admit(caller):
+        with state.admission.admit():
             return json_response(await answer.scored())
-    return await respond(state, caller, answer, request)
+    return await respond(call, answer)
 
 
-@routes.post("/v1/embeddings")
-async def create_embeddings(body: EmbeddingsBody, request: Request) -> Response:
-    state = state_of(request)
-    caller = state.keys.check_client(request)
-    engine = state.engine
+@routes.post("/v1/embeddings", Access.CLIENT)
+async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
+    state, engine = call.state, call.state.engine
     if resolve_model(body.model, engine, state.config) is not None:
         raise bad_request("embeddings come from the base model only", "model", "unsupported")
     if Feature.EMBED not in engine.features or not isinstance(engine, EmbeddingEngine):
         raise bad_request("this engine makes no embeddings", "model", "unsupported")
-    if body.dimensions is not None:
-        raise bad_request("embeddings have the model's own width", "dimensions", "unsupported")
     prompts = await encode_prompts(
         state.codec, body.input, param="input", add_special_tokens=body.add_special_tokens
     )
@@ -56,7 +52,7 @@ async def create_embeddings(body: EmbeddingsBody, request: Request) -> Response:
         raise bad_request(f"{len(prompts)} texts are more than {state.config.max_samples}", "input")
     sequences = [np.asarray(ids, dtype=np.int32) for ids in prompts]
     timeout_s = state.config.request_timeout_s or 3600.0
-    with state.admission.admit(caller):
+    with state.admission.admit():
         found = await asyncio.to_thread(engine.embed, sequences, timeout_s)
     count = sum(map(len, prompts))
     data = [
@@ -69,10 +65,6 @@ async def create_embeddings(body: EmbeddingsBody, request: Request) -> Response:
 
 
 def _refuse(body: CompletionBody) -> None:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise bad_request("best_of other than n is not supported", "best_of", "unsupported")
-    if body.suffix:
-        raise bad_request("suffix is not supported", "suffix", "unsupported")
     if body.stream and body.echo:
         raise bad_request("echo cannot be streamed", "echo", "unsupported")
     if body.max_tokens == 0 and (not body.echo or body.stream or (body.n or 1) != 1):

@@ -7,62 +7,51 @@ request.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
+from starlette.responses import Response
 
 from rill.data.dialects import ANTHROPIC, RESPONSES, Answer, Dialect
-from rill.data.dialects.base import function_call
 from rill.errors import RillError
 from rill.inference.base import Completion
 from rill.inference.base import Request as EngineRequest
-from rill.inference.server.answers import json_response, respond
-from rill.inference.server.errors import ApiError, bad_request, error_body, to_api_error
+from rill.inference.server.answers import respond
+from rill.inference.server.errors import (
+    ApiError,
+    bad_request,
+    describe_validation,
+    error_fields,
+    to_api_error,
+)
 from rill.inference.server.generation import Samples
+from rill.inference.server.http import Access, Call, Routes
 from rill.inference.server.routes_chat import ChatAnswer, chat_answer
-from rill.inference.server.schemas import ChatBody
-from rill.inference.server.state import state_of
+from rill.inference.server.schemas import AnyBody, ChatBody
 
-routes = APIRouter()
-
-
-@routes.post("/v1/responses")
-async def create_response(request: Request) -> Response:
-    return await _answer(RESPONSES, request)
+routes = Routes()
 
 
-@routes.post("/v1/messages")
-async def create_message(request: Request) -> Response:
-    return await _answer(ANTHROPIC, request)
+@routes.post("/v1/responses", Access.CLIENT, RESPONSES.error)
+async def create_response(call: Call, body: AnyBody) -> Response:
+    return await _answer(RESPONSES, call, body)
 
 
-async def _answer(dialect: Dialect, request: Request) -> Response:
-    state = state_of(request)
+@routes.post("/v1/messages", Access.CLIENT, ANTHROPIC.error)
+async def create_message(call: Call, body: AnyBody) -> Response:
+    return await _answer(ANTHROPIC, call, body)
+
+
+async def _answer(dialect: Dialect, call: Call, body: AnyBody) -> Response:
     try:
-        body = await _read(dialect, request)
-        caller = state.keys.check_client(request)
-        return await respond(state, caller, _Translated(dialect, await chat_answer(state, body)), request)
-    except (ApiError, RillError) as error:
-        raised = to_api_error(error)
-        told = error_body(raised)["error"]
-        return json_response(dialect.error(told["message"], told["type"]), raised.status)
-
-
-async def _read(dialect: Dialect, request: Request) -> ChatBody:
-    try:
-        body = json.loads(await request.body())
-        if not isinstance(body, dict):
-            raise TypeError("the body must be a JSON object")
-        return ChatBody.model_validate(dialect.to_chat(body))
+        chat = ChatBody.model_validate(dialect.to_chat(body.model_extra or {}))
     except ValidationError as error:
-        first = error.errors()[0]
-        raise bad_request(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise describe_validation(error) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise bad_request(f"the request cannot be read: {error}") from None
+    return await respond(call, _Translated(dialect, await chat_answer(call.state, chat)))
 
 
 class _Translated:
@@ -85,21 +74,27 @@ class _Translated:
         )
 
     async def events(self, samples: Samples) -> AsyncIterator[bytes]:
-        stream, said = self._dialect.stream(self._blank), _Said()
+        stream = self._dialect.stream(self._blank)
+        text, finish_reason = "", "stop"
+        calls: list[dict[str, Any]] = []
         completions: list[Completion] = []
         yield stream.begin()
         try:
             async for pieces in samples:
+                told = b""
                 for piece in pieces:
-                    (choice,) = self._chat.chunk(piece)["choices"]
-                    if new := stream.feed(*said.take(choice)):
-                        yield new
+                    content, complete, reason = self._chat.said(piece)
+                    new = [call.as_json() for call in complete]
+                    told += stream.feed(content, new)
+                    text, calls, finish_reason = text + content, calls + new, reason or finish_reason
+                if told:
+                    yield told
                 completions += [piece.completion for piece in pieces if piece.completion is not None]
         except (ApiError, RillError) as error:
-            told = error_body(to_api_error(error))["error"]
-            yield stream.error(told["message"], told["type"])
+            fields = error_fields(to_api_error(error))
+            yield stream.error(fields["message"], fields["type"])
             return
-        yield stream.end(self._said("".join(said.content), said.calls, said.finish_reason, completions))
+        yield stream.end(self._said(text, calls, finish_reason, completions))
 
     def _said(
         self, content: str, calls: Sequence[Any], finish_reason: str, completions: Sequence[Completion]
@@ -113,32 +108,3 @@ class _Translated:
             num_prompt_tokens=usage["prompt_tokens"],
             num_completion_tokens=usage["completion_tokens"],
         )
-
-
-class _Said:
-    """What the chunks of a chat say together. Arguments of a call may come in pieces."""
-
-    def __init__(self) -> None:
-        self.content: list[str] = []
-        self.calls: list[dict[str, Any]] = []
-        """By their index; all but the last are complete, and that one when the answer ends."""
-        self.finish_reason = "stop"
-        self._num_told = 0
-
-    def take(self, choice: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-        """New text, and calls that are complete now."""
-        delta = choice["delta"]
-        for piece in delta.get("tool_calls") or ():
-            function = piece.get("function") or {}
-            if piece["index"] >= len(self.calls):
-                self.calls.append(function_call(piece.get("id"), function.get("name"), ""))
-            self.calls[piece["index"]]["function"]["arguments"] += function.get("arguments") or ""
-        text = delta.get("content") or ""
-        self.content.append(text)
-        is_over = choice.get("finish_reason") is not None
-        if is_over:
-            self.finish_reason = choice["finish_reason"]
-        num_complete = len(self.calls) if is_over else max(0, len(self.calls) - 1)
-        complete = self.calls[self._num_told : num_complete]
-        self._num_told = max(num_complete, self._num_told)
-        return text, complete

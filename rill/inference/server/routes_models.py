@@ -9,39 +9,36 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.responses import Response
 
 from rill.inference.base import AdapterEngine, Feature
-from rill.inference.server.answers import json_response
 from rill.inference.server.errors import ApiError, bad_request
+from rill.inference.server.http import Access, Call, Routes, json_response
 from rill.inference.server.sampling import resolve_model, served_names
 from rill.inference.server.schemas import LoadAdapterBody, UnloadAdapterBody
-from rill.inference.server.state import ServerState, admin_state, state_of
+from rill.inference.server.state import ServerState
 from rill.models.card import read_card
 
-routes = APIRouter()
+routes = Routes()
 
 
-@routes.get("/v1/models")
-async def list_models(request: Request) -> Response:
-    state = state_of(request)
-    state.keys.check_client(request)
+@routes.get("/v1/models", Access.CLIENT)
+async def list_models(call: Call) -> Response:
+    state = call.state
     names = served_names(state.engine, state.config)
     return json_response({"object": "list", "data": [_card(state, name) for name in names]})
 
 
-@routes.get("/v1/models/{name:path}")
-async def get_model(name: str, request: Request) -> Response:
-    state = state_of(request)
-    state.keys.check_client(request)
-    resolve_model(name, state.engine, state.config)
-    return json_response(_card(state, name))
+@routes.get("/v1/models/{name}", Access.CLIENT)
+async def get_model(call: Call) -> Response:
+    resolve_model(call.name, call.state.engine, call.state.config)
+    return json_response(_card(call.state, call.name))
 
 
-@routes.post("/v1/load_lora_adapter")
-async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> Response:
+@routes.post("/v1/load_lora_adapter", Access.ADMIN)
+async def load_lora_adapter(call: Call, body: LoadAdapterBody) -> Response:
     """Serve the adapter in this folder (PEFT's format) under this name. In place: requests under way go on with it."""
-    state = admin_state(request)
+    state = call.state
     name = body.lora_name
 
     def load() -> None:
@@ -58,10 +55,10 @@ async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> Response
     return json_response({"status": "ok", "models": served_names(state.engine, state.config)})
 
 
-@routes.post("/v1/unload_lora_adapter")
-async def unload_lora_adapter(body: UnloadAdapterBody, request: Request) -> Response:
+@routes.post("/v1/unload_lora_adapter", Access.ADMIN)
+async def unload_lora_adapter(call: Call, body: UnloadAdapterBody) -> Response:
     """Requests that still use it end with finish_reason "abort"."""
-    state = admin_state(request)
+    state = call.state
 
     def unload() -> None:
         engine = _adapter_engine(state)

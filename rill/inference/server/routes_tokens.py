@@ -7,39 +7,37 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from starlette.responses import Response
 
 from rill.inference.base import Completion, Feature
 from rill.inference.base import Request as EngineRequest
-from rill.inference.server.answers import DONE, event, json_response, respond
+from rill.inference.server.answers import respond
 from rill.inference.server.chat import template_messages, template_options, template_tools
 from rill.inference.server.choices import finish_reason, token_logprobs, usage
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples, finite
+from rill.inference.server.http import DONE, Access, Call, Routes, event, json_response
 from rill.inference.server.routes_completions import score
 from rill.inference.server.sampling import build_requests, new_id, num_top_logprobs, resolve_model
 from rill.inference.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
-from rill.inference.server.state import ServerState, state_of
+from rill.inference.server.state import ServerState
 
-routes = APIRouter()
+routes = Routes()
 
 
-@routes.post("/inference/v1/generate")
-async def generate(body: GenerateBody, request: Request) -> Response:
+@routes.post("/inference/v1/generate", Access.CLIENT)
+async def generate(call: Call, body: GenerateBody) -> Response:
     """Token ids in, token ids out, each with its log-probability and its policy version."""
-    state = state_of(request)
-    caller = state.keys.check_client(request)
     if body.features:
         raise bad_request(
             "this server reads text only: send token_ids without features", "features", "unsupported"
         )
-    return await respond(state, caller, _Answer(state, body), request)
+    return await respond(call, _Answer(call.state, body))
 
 
-@routes.post("/tokenize")
-async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    state = state_of(request)
-    state.keys.check_client(request)
+@routes.post("/tokenize", Access.CLIENT)
+async def tokenize(call: Call, body: TokenizeBody) -> Response:
+    state = call.state
     resolve_model(body.model, state.engine, state.config)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
@@ -59,10 +57,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     return json_response(answer)
 
 
-@routes.post("/detokenize")
-async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-    state = state_of(request)
-    state.keys.check_client(request)
+@routes.post("/detokenize", Access.CLIENT)
+async def detokenize(call: Call, body: DetokenizeBody) -> Response:
+    state = call.state
     resolve_model(body.model, state.engine, state.config)
     if wrong := next((t for t in body.tokens if t >= state.codec.vocab_size), None):
         raise bad_request(f"token {wrong} is not in the vocabulary of {state.codec.vocab_size}", "tokens")
@@ -115,8 +112,7 @@ class _Answer:
                     event(self._head | {"choices": [_choice(piece, len(self._body.token_ids))]} | first)
                 )
                 first = {}
-            yield b"".join(out)
-        yield DONE
+            yield b"".join(out if samples.num_left else [*out, DONE])
 
 
 def _choice(piece: Piece, num_prompt: int) -> dict[str, Any]:

@@ -10,19 +10,24 @@ import asyncio
 import errno
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
 
 from rill.errors import ConfigError, EngineError, StuckError
 from rill.inference.collector import CollectorHold
 from rill.inference.server.config import ServerConfig
+from rill.inference.server.http import Application
 
 log = logging.getLogger(__name__)
+
+_SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may wait for the interpreter while answers are made: the engine's, or each of those that carry
+requests to a replica and its news back. Python's own 5 ms, for several of them in turn, let an engine idle."""
 
 
 class _DrainingServer(uvicorn.Server):
@@ -52,9 +57,8 @@ class _DrainingServer(uvicorn.Server):
             self._drain = asyncio.ensure_future(self._drain_then_exit())
 
     async def _drain_then_exit(self) -> None:
-        application = self.config.loaded_app if isinstance(self.config.app, str) else self.config.app
-        assert isinstance(application, FastAPI)
-        admission = application.state.server.admission
+        assert isinstance(self.config.app, Application)
+        admission = self.config.app.state.admission
         log.info("draining: %d requests in flight", admission.num_in_flight)
         if not await admission.drain(self._drain_timeout_s):
             log.warning(
@@ -95,7 +99,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def serve(
-    app: FastAPI,
+    app: Application,
     config: ServerConfig,
     listener: socket.socket | None = None,
     *,
@@ -103,21 +107,23 @@ def serve(
 ) -> None:
     """Serve until a signal; returns after the drain. `on_started` hears the address once requests are answered."""
     listener = listener or bind(config)
-    hold = CollectorHold()
+    hold, usual_s = CollectorHold(), sys.getswitchinterval()
     hold.take()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         _server(app, config, lambda: on_started(url_of(listener)) if on_started else None).run([listener])
     finally:
+        sys.setswitchinterval(usual_s)
         hold.give_back()
 
 
-def serve_in_thread(app: FastAPI, config: ServerConfig, timeout_s: float = 30.0) -> BackgroundServer:
+def serve_in_thread(app: Application, config: ServerConfig, timeout_s: float = 30.0) -> BackgroundServer:
     """Serve from a daemon thread. Use as a context manager; `.url` is the base address."""
     return BackgroundServer(app, config, timeout_s)
 
 
 class BackgroundServer:
-    def __init__(self, app: FastAPI, config: ServerConfig, timeout_s: float) -> None:
+    def __init__(self, app: Application, config: ServerConfig, timeout_s: float) -> None:
         self._listener = bind(config)
         self._server = _server(app, config, lambda: None)
         self._thread = threading.Thread(target=self._run, name="rill-server", daemon=True)
@@ -160,7 +166,7 @@ class BackgroundServer:
             runner.run(self._server.serve(sockets=[self._listener]))
 
 
-def _server(app: FastAPI, config: ServerConfig, on_started: Callable[[], None]) -> _DrainingServer:
+def _server(app: Application, config: ServerConfig, on_started: Callable[[], None]) -> _DrainingServer:
     settings = uvicorn.Config(
         app,
         log_level="warning",

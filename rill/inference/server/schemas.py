@@ -7,23 +7,15 @@ Answers are plain dictionaries built beside the routes; they are encoded by msgs
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-if TYPE_CHECKING:
-    from rill.weights import WeightManifest
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Prompts = str | Annotated[list[str], Field(fail_fast=True)] | list[TokenId] | list[list[TokenId]]
 """Texts or token ids, one or several. What begins as no text is not looked at further as texts."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-Size = Annotated[int, Field(ge=0, lt=2**48)]
-Word = Annotated[int, Field(ge=0, lt=2**64)]
-Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16",
-                "int8", "uint8", "bool"]  # fmt: skip
 
 
 HINTS = frozenset({
@@ -43,6 +35,12 @@ class Body(BaseModel):
             return values
         known = cls.model_fields
         return {k: v for k, v in values.items() if k in known or not (v is None or k in HINTS)}
+
+
+class AnyBody(BaseModel):
+    """A request of another dialect (rill.data.dialects), which is translated before it is looked at."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class StructuredOutputs(Body):
@@ -107,8 +105,6 @@ class CompletionBody(GenerationBody):
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
-    best_of: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    suffix: str | None = None
 
 
 class FunctionCall(Body):
@@ -176,7 +172,6 @@ class ChatTemplateBody(Body):
     tools: list[Tool] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -240,7 +235,6 @@ class EmbeddingsBody(Body):
     model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(default=None, ge=1, lt=2**31)
     add_special_tokens: bool = True
 
 
@@ -257,74 +251,15 @@ class DetokenizeBody(Body):
     tokens: list[TokenId]
 
 
-class RecordBody(Body):
-    """A record that another rill wrote: it may hold more than is needed here."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class TensorBody(RecordBody):
-    """Where one tensor lies: rill.weights.base.TensorSpec."""
-
-    name: str = Field(min_length=1, max_length=1024)
-    shape: list[Count] = Field(max_length=16)
-    dtype: Dtype
-    bucket: Count
-    offset: Annotated[Size, Field(multiple_of=8)]
-    num_bytes: Size
-
-
-class BucketBody(RecordBody):
-    """One buffer of a version: rill.weights.base.BucketSpec, without handles: those are programs."""
-
-    index: Count
-    num_bytes: Annotated[Size, Field(multiple_of=8)]
-    checksum: Word | None = None
-    sampled_checksum: Word | None = None
-    source: str = Field(max_length=256, pattern=r"^[\w-][\w.-]*$")
-    """A file's name, not a path."""
-
-
-class ManifestBody(RecordBody):
-    """A version published by rill.weights: rill.weights.base.WeightManifest as JSON."""
-
-    version: Count
-    transport: Literal["disk", "shm", "tcp"]
-    """Those whose manifests hold no program and need no one else: see rill.weights."""
-    location: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")
-    tensors: list[TensorBody] = Field(min_length=1)
-    buckets: list[BucketBody] = Field(min_length=1)
-    base_version: Count | None = None
-    extra: dict[str, Any] = Field(default_factory=dict)
-    key: str = Field(default="", pattern=r"^([0-9a-f]{2})*$", repr=False)
-    """Of the publisher's server (tcp)."""
-
-    @model_validator(mode="after")
-    def _names_slots(self) -> ManifestBody:
-        if self.transport == "shm" and not all(re.fullmatch(r"[01]-\d{5}", b.source) for b in self.buckets):
-            raise ValueError("a bucket in shared memory is named SLOT-NUMBER, as in 0-00012")
-        return self
-
-    def to_manifest(self) -> WeightManifest:
-        from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
-
-        fields = self.model_dump()
-        tensors = tuple(TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in fields.pop("tensors"))
-        buckets = tuple(BucketSpec(**bucket) for bucket in fields.pop("buckets"))
-        fields["key"] = bytes.fromhex(self.key)
-        return WeightManifest(**fields, tensors=tensors, buckets=buckets)
-
-
 class UpdateWeightsBody(Body):
-    """POST /update_weights: a manifest, or a folder."""
+    """POST /update_weights"""
 
-    weight_dir: str | None = None
-    """A model's folder, or one version's folder of the disk transport."""
-    manifest: ManifestBody | None = None
+    weight_dir: str
+    """A model's folder of safetensors on the server's machine."""
     version: Count | None = None
-    """The policy version of these weights. Unset: the manifest's; for a model's folder one more than the engine's."""
+    """The policy version of these weights. Unset: one more than the engine's."""
     partial: bool = False
-    """A model's folder may lack parameters."""
+    """The folder may lack parameters."""
 
 
 AdapterName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f]*$")]

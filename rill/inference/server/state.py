@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from fastapi import Request
-
 from rill.data.tool_calls import ToolSyntax
 from rill.inference.base import Engine
 from rill.inference.server.auth import KeyRing
@@ -68,16 +66,3 @@ class ServerState:
                 lambda done: log.warning("%s ended late: %s", what, done.exception() or "done")
             )
             raise ApiError(503, f"{what} did not end within {limit:g} s and goes on: see /health") from None
-
-
-def admin_state(request: Request) -> ServerState:
-    """The server's state, for a caller who may administer it."""
-    state = state_of(request)
-    state.keys.check_admin(request)
-    return state
-
-
-def state_of(request: Request) -> ServerState:
-    state = request.app.state.server
-    assert isinstance(state, ServerState)
-    return state

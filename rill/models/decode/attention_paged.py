@@ -21,11 +21,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from rill.models.decode.decode_work import DecodeWork
+from rill.models.eager import ScoreRule
 
 ATTENTION_NAME = "rill_paged"
 
@@ -39,8 +40,6 @@ class PagedBatch:
     context_lens_B: torch.Tensor  # int32, tokens to attend to, the new ones included
     block_tables_BM: torch.Tensor  # int32
     num_decodes: int
-    max_query_len: int
-    max_context_len: int
     # The fields below serve kernels on CUDA, where tables stay on the device with one row per running sequence.
     table_rows_B: torch.Tensor | None = None  # int32: each sequence's row of block_tables_BM; None: its index
     decode_work: DecodeWork | None = None
@@ -55,26 +54,31 @@ class KVCache:
     values: list[torch.Tensor] = field(default_factory=list)
 
 
+class CacheRows(NamedTuple):
+    """Where the keys and values of a step's tokens go in one layer, and what its queries and keys are turned by."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions_N: torch.Tensor
+    slots_N: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 class FlatKernels(Protocol):
-    """What a device must provide. Keys and values of a layer have one width; window 0, softcap 0 and sinks None are
-    off. A sink is a score that has no value."""
+    """What a device must provide. Keys and values of a layer have one width."""
 
     @abstractmethod
     def attend_flat(
         self,
-        query: torch.Tensor,
-        query_stride: int,
+        query_NW: torch.Tensor,
         num_heads: int,
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: PagedBatch,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks_H: torch.Tensor | None = None,
+        rule: ScoreRule,
     ) -> torch.Tensor:
-        """`query`: rows of query_stride numbers that begin with num_heads queries."""
+        """[N, H, D]. `query_NW`: rows that begin with num_heads queries."""
 
     def attend(
         self,
@@ -82,19 +86,11 @@ class FlatKernels(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: PagedBatch,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks_H: torch.Tensor | None = None,
+        rule: ScoreRule,
     ) -> torch.Tensor:
-        """[N, H, D]."""
-        query = query_NHD.contiguous()
-        heads, dim = query.shape[1:]
         return self.attend_flat(
-            query, heads * dim, heads, keys, values, batch, scale=scale, window=window, softcap=softcap,
-            sinks_H=sinks_H,
-        )  # fmt: skip
+            query_NHD.flatten(1).contiguous(), query_NHD.shape[1], keys, values, batch, rule
+        )
 
 
 @dataclass(slots=True)
@@ -123,16 +119,9 @@ def paged_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
-
-    Other arguments change nothing: rill.models.eager has seen them when the model was loaded.
-    """
+    """transformers' attention interface: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
     context: PagedContext = _ACTIVE.context
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = context.cache.keys[layer], context.cache.values[layer]
@@ -141,16 +130,8 @@ def paged_attention_forward(
         value = torch.nn.functional.pad(value, (0, values.shape[-1] - value_dim))
     keys.view(-1, *keys.shape[2:]).index_copy_(0, context.batch.slots_N, key[0].transpose(0, 1))
     values.view(-1, *values.shape[2:]).index_copy_(0, context.batch.slots_N, value[0].transpose(0, 1))
-    out_NHD = context.kernels.attend(
-        query[0].transpose(0, 1),
-        keys,
-        values,
-        context.batch,
-        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        window=sliding_window or 0,
-        softcap=softcap or 0.0,
-        sinks_H=s_aux,
-    )
+    rule = ScoreRule.of(key, **arguments)
+    out_NHD = context.kernels.attend(query[0].transpose(0, 1), keys, values, context.batch, rule)
     return out_NHD[None, ..., :value_dim], None
 
 

@@ -1,7 +1,7 @@
 """The engine's short way through a decoder-only transformer: the modules' parameters, one operation per stage.
 
 There is one loop, for every architecture that rill.models.decode.structure can describe and for every device. What a
-stage costs is behind `Stages`: `KernelStages` calls one kernel after the other (torch, C++ or Triton: rill.models.ops),
+stage costs is behind `KernelStages`, which calls one kernel after the other (torch, C++ or Triton: rill.models.ops);
 rill.models.decode.skinny joins products with what follows them, for CUDA steps of few rows.
 
     embed ─► norm ─► qkv ─► [q, k norm] rope, write cache ─► attend ─► out ─┐
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from rill.models.decode.attention_paged import FlatKernels, KVCache, PagedBatch
-from rill.models.decode.structure import MLP, Layer, LinearFn, Norm, Projection, Structure
+from rill.models.decode.attention_paged import CacheRows, FlatKernels, KVCache, PagedBatch
+from rill.models.decode.structure import MLP, HeadNorms, Layer, LinearFn, Norm, Projection, Structure
 from rill.models.decode.tensor_group import TensorGroup
 from rill.models.ops.fp8 import NO_SCALES, Activations, ProductScales
 
@@ -37,66 +37,14 @@ class DecoderOps(FlatKernels, Protocol):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor: ...
 
-    def add_norm(
-        self,
-        hidden: torch.Tensor,
-        addend: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        gemma: bool,
-    ) -> torch.Tensor:
-        """hidden += addend, in place; returns RMSNorm(hidden)."""
+    def add_norm(self, hidden: torch.Tensor, addend: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+        """hidden += addend, in place; returns norm(hidden), which is not centered."""
         ...
 
     def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor: ...
 
-    def rope_store(
-        self,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        num_heads: int,
-    ) -> None: ...
-
-
-class Stages(Protocol):
-    """How the stages of a layer are computed."""
-
-    def queries(
-        self,
-        x: Activations,
-        layer: Layer,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        positions_N: torch.Tensor,
-        slots_N: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        """Rows that begin with the layer's queries, turned; keys and values are in the cache."""
-        ...
-
-    def gated(self, x: Activations, mlp: MLP) -> Activations:
-        """act(x Gᵀ) · (x Uᵀ)."""
-        ...
-
-    def join(
-        self,
-        x: Activations,
-        projection: Projection | None,
-        hidden: torch.Tensor,
-        post: Norm | None,
-        following: Norm | None,
-        scale: float,
-    ) -> Activations:
-        """hidden += scale · post(x Wᵀ), in place; returns following(hidden)."""
+    def rope_store(self, qkv: torch.Tensor, rows: CacheRows, num_heads: int, norms: HeadNorms | None) -> None:
+        """Queries are normed and turned in place; keys, likewise, and values go to their slots of the cache."""
         ...
 
 
@@ -112,7 +60,7 @@ class Decoder:
         self.layers = structure.layers
         self._linear: LinearFn = ops.linear if linear is None else linear
         self._group = group
-        self.stages: Stages = KernelStages(ops, self._linear, group=group)
+        self.stages = KernelStages(ops, self._linear, group=group)
 
     def __call__(
         self,
@@ -121,7 +69,7 @@ class Decoder:
         batch: PagedBatch,
         cache: KVCache,
         *,
-        stages: Stages | None = None,
+        stages: KernelStages | None = None,
         adapters: AdapterRows | None = None,
         visual: VisualRows | None = None,
     ) -> torch.Tensor:
@@ -145,15 +93,15 @@ class Decoder:
             deep = len(visual.features_DPE) - 1
         x: Activations = self._normed(hidden, layers[0].before_attention)
         for layer in layers:
+            entered = x
             call, keys, values = layer.call, cache.keys[layer.index], cache.values[layer.index]
-            rope = ropes[layer.rope]
-            query = stages.queries(x, layer, rope, positions_N, batch.slots_N, keys, values)
-            attended = self.ops.attend_flat(
-                query, query.shape[1], call.num_heads, keys, values, batch,
-                scale=call.scale, window=call.window, softcap=call.softcap, sinks_H=call.sinks_H,
-            ).view(len(ids_N), -1)  # fmt: skip
+            rows = CacheRows(*ropes[layer.rope], positions_N, batch.slots_N, keys, values)
+            query = stages.queries(x, layer, rows)
+            attended = self.ops.attend_flat(query, call.num_heads, keys, values, batch, call.rule).flatten(1)
             scale = layer.residual_scale
             x = stages.join(attended, layer.out, hidden, layer.after_attention, layer.before_mlp, scale)
+            if layer.is_parallel:
+                x = entered
             is_deepened = layer.index < deep
             following = None if is_deepened else self._following(layer)
             if isinstance(layer.mlp, MLP):
@@ -161,7 +109,10 @@ class Decoder:
                 x = stages.join(inner, layer.mlp.down, hidden, layer.after_mlp, following, scale)
             else:
                 assert isinstance(x, torch.Tensor)
-                x = stages.join(_called(layer.mlp, x), None, hidden, layer.after_mlp, following, scale)
+                called = _called(layer.mlp, x)
+                if self._group is not None:
+                    called = self._group.all_reduce(called)
+                x = stages.join(called, None, hidden, layer.after_mlp, following, scale)
             if is_deepened:
                 assert visual is not None
                 hidden.index_add_(0, visual.rows_P, visual.features_DPE[layer.index + 1])
@@ -170,9 +121,7 @@ class Decoder:
         return x
 
     def _normed(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        if norm is None:
-            return hidden
-        return self.ops.add_norm(hidden, None, norm.weight, norm.eps, gemma=norm.is_offset)
+        return hidden if norm is None else add_norm(self.ops, hidden, None, norm)
 
     def _following(self, layer: Layer) -> Norm | None:
         """The norm that comes after a layer's residual."""
@@ -193,33 +142,24 @@ class KernelStages:
     ) -> None:
         self._ops, self._linear, self._adapters, self._group = ops, linear, adapters, group
 
-    def queries(
-        self,
-        x: Activations,
-        layer: Layer,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        positions_N: torch.Tensor,
-        slots_N: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        q_norm, k_norm, call = layer.q_norm, layer.k_norm, layer.call
-        is_other = q_norm is not None and (q_norm.is_offset or len(q_norm.weight) != call.key_dim)
-        qkv, scales = self.multiplied(layer.qkv, x, is_whole=is_other)
-        if q_norm is None or k_norm is None:
-            weights, eps = (None, None), 0.0
-        elif is_other:
-            # Over the whole width, or of Gemma's kind: not one of the kernel's.
-            width, kv_width = call.num_heads * call.key_dim, call.num_kv_heads * call.key_dim
-            self._norm_in_place(qkv[:, :width], q_norm)
-            self._norm_in_place(qkv[:, width : width + kv_width], k_norm)
-            weights, eps = (None, None), 0.0
-        else:
-            weights, eps = (q_norm.weight, k_norm.weight), q_norm.eps  # type: ignore[assignment]
-        self.store(scales, qkv, *rope, positions_N, slots_N, *weights, eps, keys, values, call.num_heads)
+    def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> torch.Tensor:
+        """Rows that begin with the layer's queries, turned; keys and values are in the cache."""
+        call = layer.call
+        width, kv_width = call.num_heads * call.key_dim, call.num_kv_heads * call.key_dim
+        qkv, scales = self.multiplied(layer.qkv, x, is_whole=not layer.turns_in_kernel)
+        norms = None
+        if layer.head_norms is not None and layer.turns_in_kernel:
+            norms = layer.head_norms
+        elif layer.head_norms is not None:
+            self._norm_in_place(qkv[:, :width], layer.head_norms.query)
+            self._norm_in_place(qkv[:, width : width + kv_width], layer.head_norms.key)
+        if layer.turn is not None:
+            layer.turn(qkv[:, : width + kv_width].view(len(qkv), -1, call.key_dim), rows.positions_N)
+        self.store(qkv, rows, call.num_heads, norms, *scales)
         return qkv
 
     def gated(self, x: Activations, mlp: MLP) -> Activations:
+        """act(x Gᵀ) · (x Uᵀ)."""
         gate_up, scales = self.multiplied(mlp.gate_up, x, is_whole=False)
         return self.activated(gate_up, mlp, *scales)
 
@@ -232,15 +172,16 @@ class KernelStages:
         following: Norm | None,
         scale: float,
     ) -> Activations:
+        """hidden += scale · post(x Wᵀ), in place; returns following(hidden)."""
         scales: tuple[ProductScales, ...] = ()
         if projection is not None:
-            is_whole = post is not None or scale != 1.0 or following is None
+            is_whole = post is not None or scale != 1.0 or following is None or following.is_centered
             x, scales = self.multiplied(projection, x, is_whole=is_whole)
             if self._group is not None:
                 x = self._group.all_reduce(x)
         assert isinstance(x, torch.Tensor)
         if post is not None:
-            x = self._ops.add_norm(x, None, post.weight, post.eps, gemma=post.is_offset)
+            x = add_norm(self._ops, x, None, post)
         if scale != 1.0:
             x = x * scale
         if following is None:
@@ -253,9 +194,15 @@ class KernelStages:
         """A product, and what is left to do to it, if anything: never where is_whole."""
         return self.project(projection, x), ()
 
-    def store(self, scales: tuple[ProductScales, ...], *arguments: Any) -> None:
-        """rope_store."""
-        self._ops.rope_store(*arguments)
+    def store(
+        self,
+        qkv: torch.Tensor,
+        rows: CacheRows,
+        num_heads: int,
+        norms: HeadNorms | None,
+        scales: ProductScales = NO_SCALES,
+    ) -> None:
+        self._ops.rope_store(qkv, rows, num_heads, norms)
 
     def activated(self, gate_up: torch.Tensor, mlp: MLP, scales: ProductScales = NO_SCALES) -> Activations:
         return self._ops.act_mul(gate_up, gelu=mlp.is_gelu)
@@ -264,7 +211,7 @@ class KernelStages:
         self, hidden: torch.Tensor, x: torch.Tensor, norm: Norm, scales: ProductScales = NO_SCALES
     ) -> Activations:
         """hidden += x, in place; returns norm(hidden)."""
-        return self._ops.add_norm(hidden, x, norm.weight, norm.eps, gemma=norm.is_offset)
+        return add_norm(self._ops, hidden, x, norm)
 
     def project(self, projection: Projection, x: Activations) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
@@ -273,9 +220,16 @@ class KernelStages:
 
     def _norm_in_place(self, part: torch.Tensor, norm: Norm) -> None:
         rows = part.reshape(-1, len(norm.weight)).contiguous()
-        part.copy_(
-            self._ops.add_norm(rows, None, norm.weight, norm.eps, gemma=norm.is_offset).view(part.shape)
-        )
+        part.copy_(add_norm(self._ops, rows, None, norm).view(part.shape))
+
+
+def add_norm(ops: DecoderOps, hidden: torch.Tensor, addend: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+    """hidden += addend, in place; returns norm(hidden)."""
+    if not norm.is_centered:
+        return ops.add_norm(hidden, addend, norm)
+    if addend is not None:
+        hidden += addend
+    return torch.nn.functional.layer_norm(hidden, norm.weight.shape, norm.weight, None, norm.eps)
 
 
 def _called(module: Any, x: torch.Tensor) -> torch.Tensor:

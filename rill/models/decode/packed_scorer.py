@@ -70,14 +70,13 @@ class PackedScorer:
 
     def _logprobs(self, hidden_SE: torch.Tensor, targets_S: torch.Tensor, temperature: float) -> torch.Tensor:
         logits_SV = self._rule(invariant_linear(hidden_SE, self._head.weight, self._head.bias))
-        temperature_S = torch.full((len(targets_S),), temperature, device=logits_SV.device)
         if logits_SV.device.type == "cuda":
             from rill.models.ops.triton_logprob import token_logprobs
 
+            temperature_S = torch.full((len(targets_S),), temperature, device=logits_SV.device)
             return token_logprobs(logits_SV, targets_S, 1.0 / temperature_S)
-        kernels = load_cpu_kernels()
-        assert kernels is not None
-        return kernels.score(logits_SV, targets_S, temperature_S)
+        logprobs_SV = (logits_SV.float() / (temperature or 1.0)).log_softmax(-1)
+        return logprobs_SV.gather(1, targets_S[:, None])[:, 0]
 
     def _hidden(self, ids_N: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         counts = [-(-n // BLOCK_SIZE) for n in lengths]
@@ -134,8 +133,6 @@ def _prompts(lengths: list[int], slots_N: torch.Tensor, tables: torch.Tensor) ->
         context_lens_B=torch.tensor(lengths, dtype=torch.int32),
         block_tables_BM=tables,
         num_decodes=0,
-        max_query_len=max(lengths),
-        max_context_len=max(lengths),
     )
 
 
@@ -153,8 +150,6 @@ def _rows(lengths: list[int], positions_N: Array, slots_N: torch.Tensor, tables:
         context_lens_B=lens_on,
         block_tables_BM=tables,
         num_decodes=len(lens),
-        max_query_len=1,
-        max_context_len=max(lengths),
         table_rows_B=rows_on,
         decode_work=DecodeWork(entries_on, runs),
     )

@@ -1,24 +1,32 @@
-"""A decoder whose products, or whose cache, have 8 bits: weights are quantised row by row, activations token by token.
+"""A decoder whose products, or whose cache, have fewer bits.
+
+8 bits: every weight has a scale, and every token of an activation.
 
     from Hopper on   weights are held in 8 bits; the kernels that make activations (norm, activation) write them in 8
                      bits too, and steps of few rows have kernels of their own (skinny.py)
     elsewhere        weights, activations, keys and values are rounded to what 8 bits hold: the same numbers, no gain
 
-Every row of a weight has a scale of its own, so a part of a joined projection is quantised by itself, and an update of
-some names touches no others. Embedding, norms, biases and the output layer stay as they are.
+4 bits (rill.models.ops.int4): weights are rounded to what groups of 4 bits hold and multiplied as before, at no gain in
+time: what a model that will be served so says, and is trained on.
+
+A part of a joined projection has a scale of its own, so an update of some names touches no others. Embedding, norms,
+biases and the output layer stay as they are.
 
 Called by rill.inference.native once it has compared the decoder with the model's modules.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from rill.errors import UnsupportedError
+from rill.models.decode.attention_paged import CacheRows
 from rill.models.decode.decoder import Decoder, KernelStages
-from rill.models.decode.structure import MLP, Layer, Norm, Projection, Structure
+from rill.models.decode.structure import MLP, HeadNorms, Layer, Norm, Projection, Structure
 from rill.models.ops.fp8 import (
     NO_SCALES,
     Activations,
@@ -28,57 +36,80 @@ from rill.models.ops.fp8 import (
     rounded,
     rounded_plain,
 )
+from rill.models.ops.int4 import check_groups, rounded_int4
+
+if TYPE_CHECKING:
+    from rill.models.ops.triton_kernels import TritonKernels
+
+Writer = Callable[[torch.Tensor], object]
+"""Brings a whole new parameter to the form in which it is held."""
 
 
-def quantize_weights(structure: Structure) -> dict[int, Fp8Rows | None]:
-    """In place. By id of a parameter: where what an update brings is written in 8 bits; None: it is rounded."""
+def quantize_weights(structure: Structure, kind: str) -> dict[int, Writer]:
+    """In place, `fp8` or `int4`. By id of a parameter: what writes the one that an update brings."""
     weights = [p.weight for layer in structure.layers for p in layer.projections]
-    is_native = multiplies_fp8(structure.final_norm.weight.device)
+    is_native = kind == "fp8" and multiplies_fp8(structure.final_norm.weight.device)
     if not structure.is_dense:
         raise UnsupportedError("experts are called as they are: quantization is for dense models")
     if any(w is None for w in weights):
         raise UnsupportedError(
             "quantization moves weights, which a model that others hold too does not allow"
         )
-    wrong = next(
-        (tuple(w.shape) for w in weights if w is not None and (w.shape[0] % 16 or w.shape[1] % 16)), None
-    )
+    held = [w for w in weights if w is not None]
+    if kind == "int4":
+        check_groups(held)
+    wrong = next((tuple(w.shape) for w in held if w.shape[0] % 16 or w.shape[1] % 16), None)
     if is_native and (wrong or structure.final_norm.weight.dtype is not torch.bfloat16):
         what = f"a weight is {wrong}" if wrong else f"the model is in {structure.final_norm.weight.dtype}"
         raise UnsupportedError(
             f"quantization on CUDA is for bfloat16 and sizes of multiples of 16, and {what}"
         )
-    found: dict[int, Fp8Rows | None] = {}
+    as_held = rounded_int4 if kind == "int4" else partial(rounded, is_weight=True)
+    found: dict[int, Writer] = {}
     for layer in structure.layers:
         for projection in layer.projections:
-            found |= _quantize(projection, is_native=is_native)
+            found |= _in_8_bits(projection) if is_native else _rounded(projection, as_held)
     return found
 
 
 @torch.no_grad()
-def _quantize(projection: Projection, *, is_native: bool) -> dict[int, Fp8Rows | None]:
+def _rounded(projection: Projection, as_held: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, Writer]:
+    found: dict[int, Writer] = {}
+    for module in projection.modules:
+        write = partial(_write_rounded, module.weight, as_held)
+        write(module.weight.data)
+        found[id(module.weight)] = write
+    return found
+
+
+def _write_rounded(
+    into: torch.Tensor, as_held: Callable[[torch.Tensor], torch.Tensor], new: torch.Tensor
+) -> None:
+    into.data.copy_(as_held(new.to(into.dtype)))
+
+
+@torch.no_grad()
+def _in_8_bits(projection: Projection) -> dict[int, Writer]:
     assert projection.weight is not None
-    if not is_native:
-        projection.weight.data.copy_(rounded(projection.weight.data))
-        return {id(module.weight): None for module in projection.modules}
-    rows = Fp8Rows.of(projection.weight.data)
-    projection.weight, projection.scales = rows
-    found: dict[int, Fp8Rows | None] = {}
+    found: dict[int, Writer] = {}
+    rows = Fp8Rows.empty(projection.weight.shape, projection.weight.device)
     start = 0
     for module in projection.modules:
         end = start + len(module.weight)
         part = Fp8Rows(rows.values_BK[start:end], rows.scales_B[start:end])
+        part.write(module.weight.data, is_weight=True)
         module.weight.requires_grad_(False)
         module.weight.data = part.values_BK  # who moves a model's parameters out of memory finds it there
-        found[id(module.weight)] = part
+        found[id(module.weight)] = partial(part.write, is_weight=True)
         start = end
+    projection.weight, projection.scales = rows
     return found
 
 
 def quantized_decoder(decoder: Decoder, *, weights: bool, cache: bool) -> Decoder:
-    """Over the same structure. `weights`: they have been quantised; `cache`: keys and values are."""
+    """Over the same structure. `weights`: they have 8 bits; `cache`: keys and values have."""
     is_native = multiplies_fp8(decoder.structure.final_norm.weight.device)
-    if is_native and not weights:
+    if not (weights or cache) or (is_native and not weights):
         return decoder  # its kernels write and read whatever the cache holds
     made = Decoder(decoder.structure, decoder.ops)
     if is_native:
@@ -88,32 +119,12 @@ def quantized_decoder(decoder: Decoder, *, weights: bool, cache: bool) -> Decode
     return made
 
 
-class Fp8Ops(Protocol):
-    """Operations on products that lack their scales, and with results that are written in 8 bits alone."""
-
-    def rope_store(self, *arguments: Any) -> None: ...
-
-    def add_norm_fp8(
-        self,
-        hidden: torch.Tensor,
-        addend: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        gemma: bool,
-        scales: ProductScales,
-        is_last: bool,
-    ) -> Activations: ...
-
-    def act_mul_fp8(self, gate_up: torch.Tensor, *, gelu: bool, scales: ProductScales) -> Fp8Rows: ...
-
-
 class Fp8Stages(KernelStages):
     """Activations are made in 8 bits and multiplied so; a product's scales are applied by the kernel that reads it."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder.ops, decoder.ops.linear)
-        self._kernels = cast(Fp8Ops, decoder.ops)
+        self._kernels = cast("TritonKernels", decoder.ops)
         self._final = decoder.structure.final_norm
 
     def multiplied(
@@ -127,8 +138,15 @@ class Fp8Stages(KernelStages):
         )
         return (scales.applied(y), ()) if is_whole else (y, (scales,))
 
-    def store(self, scales: tuple[ProductScales, ...], *arguments: Any) -> None:
-        self._kernels.rope_store(*arguments, *scales)
+    def store(
+        self,
+        qkv: torch.Tensor,
+        rows: CacheRows,
+        num_heads: int,
+        norms: HeadNorms | None,
+        scales: ProductScales = NO_SCALES,
+    ) -> None:
+        self._kernels.rope_store(qkv, rows, num_heads, norms, scales)
 
     def activated(self, gate_up: torch.Tensor, mlp: MLP, scales: ProductScales = NO_SCALES) -> Activations:
         return self._kernels.act_mul_fp8(gate_up, gelu=mlp.is_gelu, scales=scales)
@@ -136,9 +154,9 @@ class Fp8Stages(KernelStages):
     def normed(
         self, hidden: torch.Tensor, x: torch.Tensor, norm: Norm, scales: ProductScales = NO_SCALES
     ) -> Activations:
-        return self._kernels.add_norm_fp8(
-            hidden, x, norm.weight, norm.eps, gemma=norm.is_offset, scales=scales, is_last=norm is self._final
-        )
+        if norm.is_centered:
+            return super().normed(hidden, x, norm)
+        return self._kernels.add_norm_fp8(hidden, x, norm, scales, is_last=norm is self._final)
 
 
 class RoundedStages(KernelStages):
@@ -146,20 +164,12 @@ class RoundedStages(KernelStages):
         super().__init__(decoder.ops, decoder.ops.linear)
         self._weights, self._cache = weights, cache
 
-    def queries(
-        self,
-        x: Activations,
-        layer: Layer,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        positions_N: torch.Tensor,
-        slots_N: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        qkv = super().queries(x, layer, rope, positions_N, slots_N, keys, values)
-        for held in (keys, values) if self._cache else ():
+    def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> torch.Tensor:
+        qkv = super().queries(x, layer, rows)
+        slots = rows.slots_N.long()
+        for held in (rows.keys, rows.values) if self._cache else ():
             flat = held.view(-1, *held.shape[2:])
-            flat[slots_N.long()] = rounded_plain(flat[slots_N.long()])
+            flat[slots] = rounded_plain(flat[slots])
         return qkv
 
     def project(self, projection: Projection, x: Activations) -> torch.Tensor:

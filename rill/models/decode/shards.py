@@ -1,7 +1,9 @@
-"""What one rank of a tensor-parallel engine holds of a model: heads of the attention, columns of the MLP.
+"""What one rank of a tensor-parallel engine holds of a model: heads of the attention, columns of the MLP or experts.
 
     x ─► qkv: these heads ─► attend ─► out: their columns ─► Σ over ranks ─► (+)
       ─► gate_up: these rows ─► act · mul ─► down: their columns ─► Σ over ranks ─► (+)
+
+Of experts, shared ones too, every rank holds the same columns; routers are whole, so all ranks choose alike.
 
 `shard_model` reads the layers as the decoder does (structure.py), so whatever the decoder computes is cut by its
 meaning and not by its name, and cuts the modules' own parameters in place. Embedding, head and norms are whole on every
@@ -16,17 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from rill.errors import ConfigError, UnsupportedError
-from rill.models.decode.structure import MLP, Layer, Projection, read_structure
+from rill.models.decode.structure import MLP, Layer, Projection, read_mlp, read_structure
 from rill.models.decode.tensor_group import TensorGroup
 from rill.models.eager import Probe, has_tower
 from rill.models.loading import empty_model
-from rill.models.routing import expert_blocks
+from rill.models.routing import expert_blocks, is_stacked
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -73,15 +75,14 @@ def check_divides(model_config: PretrainedConfig, size: int) -> None:
         raise UnsupportedError(
             f"tensor_parallel_size {size}: {kind!r} has a vision tower, which stays on one device"
         )
-    if expert_blocks(empty):
-        raise UnsupportedError(
-            f"tensor_parallel_size {size}: {kind!r} has experts, which are not spread: set it to 1"
-        )
+    blocks = expert_blocks(empty)
+    for block in blocks:
+        _expert_cuts(block, size, kind)
     values = model_config.get_text_config().to_dict()
     heads = values.get("num_attention_heads")
     if heads is not None:
         _check_heads(int(heads), int(values.get("num_key_value_heads") or heads), size)
-    if (inner := values.get("intermediate_size")) is not None:
+    if not blocks and (inner := values.get("intermediate_size")) is not None:
         _check_inner(int(inner), size)
 
 
@@ -90,7 +91,8 @@ def shard_model(model: PreTrainedModel, probe: Probe, group: TensorGroup) -> tup
     """Cut the parameters in place, and say how the layers call attention with what is left."""
     structure = read_structure(model, probe, fuse=False, max_len=2)
     kind = model.config.model_type
-    if structure is None or not structure.is_dense:
+    blocks = expert_blocks(model)
+    if structure is None or not all(isinstance(at.mlp, MLP) or at.mlp in blocks for at in structure.layers):
         raise UnsupportedError(
             f"tensor_parallel_size {group.size}: {kind!r} does not run on the fast path, which is what is spread: set "
             "it to 1"
@@ -115,33 +117,69 @@ def shard_model(model: PreTrainedModel, probe: Probe, group: TensorGroup) -> tup
         )
         for call in probe.calls
     ]
-    return Probe(calls, probe.ids_1T.to(group.device), probe.embedded_TE.to(group.device)), Shards(
-        group, cuts, shapes
-    )
+    queries = [
+        (entered_TE.to(group.device), query_THD.chunk(group.size, dim=1)[group.rank].to(group.device))
+        for entered_TE, query_THD in probe.queries
+    ]
+    seen = Probe(calls, queries, probe.ids_1T.to(group.device), probe.embedded_TE.to(group.device))
+    return seen, Shards(group, cuts, shapes)
 
 
-def _layer_cuts(layer: Layer, size: int, kind: str) -> list[tuple[nn.Linear, str, Cut]]:
-    call, mlp = layer.call, layer.mlp
-    assert isinstance(mlp, MLP), "the structure is dense"
-    if call.sinks_H is not None or (layer.q_norm is not None and len(layer.q_norm.weight) != call.key_dim):
-        what = "attention sinks" if call.sinks_H is not None else "a norm over all heads together"
+Named = tuple[nn.Module, str, Cut]
+"""A module's parameter, and how it is cut."""
+
+
+def _layer_cuts(layer: Layer, size: int, kind: str) -> list[Named]:
+    call = layer.call
+    norms = layer.head_norms
+    if call.rule.sinks_H is not None or (norms is not None and len(norms.query.weight) != call.key_dim):
+        what = "attention sinks" if call.rule.sinks_H is not None else "a norm over all heads together"
         raise UnsupportedError(
             f"tensor_parallel_size {size}: {kind!r} has {what}, which is not spread: set it to 1"
         )
     _check_heads(call.num_heads, call.num_kv_heads, size)
-    inner = mlp.down.modules[0].weight.shape[1]
-    _check_inner(inner, size)
     queries = (call.num_heads * call.key_dim, size)
     keys = (call.num_kv_heads * call.key_dim, math.gcd(call.num_kv_heads, size))
     return [
         *_by_rows(layer.qkv, [queries, keys, keys]),
         *_by_columns(layer.out, queries),
-        *_by_rows(mlp.gate_up, [(inner, size), (inner, size)]),
-        *_by_columns(mlp.down, (inner, size)),
+        *(_mlp_cuts(layer.mlp, size) if isinstance(layer.mlp, MLP) else _expert_cuts(layer.mlp, size, kind)),
     ]
 
 
-def _by_rows(projection: Projection, sections: Sequence[tuple[int, int]]) -> list[tuple[nn.Linear, str, Cut]]:
+def _mlp_cuts(mlp: MLP, size: int) -> list[Named]:
+    inner = mlp.down.modules[0].weight.shape[1]
+    _check_inner(inner, size)
+    return [*_by_rows(mlp.gate_up, [(inner, size), (inner, size)]), *_by_columns(mlp.down, (inner, size))]
+
+
+def _expert_cuts(block: Any, size: int, kind: str) -> list[Named]:
+    """What the block gives back is a summand then: experts are summed, and shared ones added, in proportion."""
+    experts = block.experts
+    shared = [mlp for child in block.children() if isinstance(mlp := read_mlp(child, fuse=False), MLP)]
+    routers = [child for child in block.children() if child is not experts and _is_router(child, experts)]
+    named = {parameter for child in (experts, *routers) for parameter in child.parameters()}
+    named |= {m.weight for mlp in shared for p in (mlp.gate_up, mlp.down) for m in p.modules}
+    if not is_stacked(experts) or any(parameter not in named for parameter in block.parameters()):
+        raise UnsupportedError(
+            f"tensor_parallel_size {size}: {kind!r} keeps its experts in a way that is not spread: set it to 1"
+        )
+    inner = experts.down_proj.shape[2]
+    _check_inner(inner, size)
+    own: list[Named] = [
+        (experts, "gate_up_proj", Cut(1, ((inner, size), (inner, size)))),
+        (experts, "down_proj", Cut(2, ((inner, size),))),
+    ]
+    return own + [cut for mlp in shared for cut in _mlp_cuts(mlp, size)]
+
+
+def _is_router(child: nn.Module, experts: Any) -> bool:
+    """It has a score for every expert, or one that says how much the shared ones count."""
+    widths = {parameter.shape[0] for parameter in child.parameters()}
+    return len(widths) == 1 and widths <= {experts.num_experts, 1}
+
+
+def _by_rows(projection: Projection, sections: Sequence[tuple[int, int]]) -> list[Named]:
     """Each rank computes some of the outputs. One module may hold all sections, or each has its own."""
     modules = projection.modules
     own = [tuple(sections)] if len(modules) == 1 else [(section,) for section in sections]
@@ -152,7 +190,7 @@ def _by_rows(projection: Projection, sections: Sequence[tuple[int, int]]) -> lis
     ]
 
 
-def _by_columns(projection: Projection, section: tuple[int, int]) -> list[tuple[nn.Linear, str, Cut]]:
+def _by_columns(projection: Projection, section: tuple[int, int]) -> list[Named]:
     """Each rank computes a summand of every output."""
     (module,) = projection.modules
     return [(module, "weight", Cut(1, (section,))), (module, "bias", ADDED_ONCE)]

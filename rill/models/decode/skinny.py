@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from rill.models.decode.decoder import Decoder
+from rill.models.decode.attention_paged import CacheRows
+from rill.models.decode.decoder import Decoder, KernelStages
 from rill.models.decode.structure import MLP, Layer, Norm, Projection
 from rill.models.ops.fp8 import FP8, Activations, Fp8Rows, num_rows
 from rill.models.ops.triton_skinny import ProductShape, add_parts_norm, gated_product, product, turn_parts
@@ -26,12 +27,12 @@ PREFETCH_BYTES = 8 << 20
 long that asking early changes nothing."""
 
 
-class SkinnyStages:
+class SkinnyStages(KernelStages):
     """For batches of one token a row and at most MAX_ROWS rows."""
 
-    def __init__(self, head_VE: torch.Tensor, final: Norm) -> None:
-        """`final`: the norm before the head, which reads no numbers of 8 bits."""
-        self._head, self._final = head_VE, final
+    def __init__(self, decoder: Decoder, head_VE: torch.Tensor) -> None:
+        super().__init__(decoder.ops, decoder.ops.linear)
+        self._head, self._final = head_VE, decoder.structure.final_norm  # the head reads no numbers of 8 bits
         self._num_sms = torch.cuda.get_device_properties(head_VE.device).multi_processor_count
 
     @staticmethod
@@ -41,22 +42,10 @@ class SkinnyStages:
             return False
         return all(_is_plain(layer) for layer in decoder.layers) and head_VE.shape[1] % 16 == 0
 
-    def queries(
-        self,
-        x: Activations,
-        layer: Layer,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        positions_N: torch.Tensor,
-        slots_N: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        q_norm, k_norm = layer.q_norm, layer.k_norm
+    def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> torch.Tensor:
         return turn_parts(
-            self._parts(x, layer.qkv), layer.qkv.bias, *rope, positions_N, slots_N,
-            None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps, keys, values, layer.call.num_heads,
-        )  # fmt: skip
+            self._parts(x, layer.qkv), layer.qkv.bias, rows, layer.call.num_heads, layer.head_norms
+        )
 
     def gated(self, x: Activations, mlp: MLP) -> torch.Tensor:
         x, weight, scales = _operands(x, mlp.gate_up)
@@ -74,11 +63,10 @@ class SkinnyStages:
         scale: float,
     ) -> Activations:
         assert projection is not None and following is not None and scale == 1.0
+        to_fp8 = projection.scales is not None and following is not self._final
         return add_parts_norm(
-            hidden, self._parts(x, projection), projection.bias, None if post is None else post.weight,
-            following.weight, following.eps, gemma=following.is_offset,
-            to_fp8=projection.scales is not None and following is not self._final,
-        )  # fmt: skip
+            hidden, self._parts(x, projection), projection.bias, post, following, to_fp8=to_fp8
+        )
 
     def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
         """[B, V] in the model's dtype."""
@@ -128,13 +116,16 @@ def _is_plain(layer: Layer) -> bool:
     """What the joined kernels compute: dense, norms before each half, of one kind, and no scaled residual."""
     if not isinstance(layer.mlp, MLP) or layer.before_attention is None or layer.before_mlp is None:
         return False
-    q_norm, posts = layer.q_norm, (layer.after_attention, layer.after_mlp)
+    posts = (layer.after_attention, layer.after_mlp)
     kinds = {
-        (n.is_offset, n.eps) for n in (layer.before_attention, layer.before_mlp, *posts) if n is not None
+        (n.is_offset, n.is_centered, n.eps)
+        for n in (layer.before_attention, layer.before_mlp, *posts)
+        if n is not None
     }
     return (
         len(kinds) == 1
+        and not layer.before_mlp.is_centered
+        and layer.turns_in_kernel
         and layer.residual_scale == 1.0
-        and (q_norm is None or (not q_norm.is_offset and len(q_norm.weight) == layer.call.key_dim))
         and all(p.weight is not None and p.weight.shape[1] % 16 == 0 for p in layer.projections)
     )

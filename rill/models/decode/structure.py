@@ -1,10 +1,10 @@
 """What a decoder is made of, read off a model's own modules: an architecture is data.
 
-`read_structure` looks at the parts of every layer, tries norms and activations on a few numbers, takes scale, window,
-cap and sinks from the model's own attention calls (rill.models.eager.probe) and gives up, with None, at the first thing
-that rill.models.decode.decoder does not compute. Nothing goes by the name of an architecture: a model that looks like
-one of these and is not is found out when its logits are compared with its modules' (rill.inference.native.self_check),
-and is run through its modules then.
+`read_structure` looks at the parts of every layer, tries norms, activations and rotary embeddings on a few numbers,
+takes scale, window, cap and sinks from the model's own attention calls (rill.models.eager.probe) and gives up, with
+None, at the first thing that rill.models.decode.decoder does not compute. Nothing goes by the name of an architecture:
+a model that looks like one of these and is not is found out when its logits are compared with its modules'
+(rill.inference.native.self_check), and is run through its modules then.
 
     h ─► norm? ─► qkv ─► [q, k norm] rope ─► attend ─► out ─► norm? ─► (+) ─► norm? ─► mlp or experts ─► norm? ─► (+) ─►
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,18 +38,45 @@ NORM_ORDERS = (
     ),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", None, None, None),
 )
-"""Names of the norms before and after attention, before and after the MLP."""
+"""Names of the norms before and after attention, before and after the MLP. With the first alone both halves of a block
+read what it gives, side by side."""
 
 LinearFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(slots=True)
 class Norm:
-    weight: nn.Parameter
+    weight: torch.Tensor
     eps: float
     is_offset: bool
     """Multiplies by 1 + weight, without rounding in between."""
+    is_centered: bool = False
+    """The mean is taken off first: a LayerNorm without bias."""
+
+
+class HeadNorms(NamedTuple):
+    """Of queries and keys, before they are turned: of each head, or of all together."""
+
+    query: Norm
+    key: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A rotary embedding other than the kernels' own, which pairs the halves of whole heads: of neighbours, or of a
+    part of each head. Axes: L position, N token, H head, D head dimension."""
+
+    cos_LD: torch.Tensor
+    sin_LD: torch.Tensor
+    """Negative where a pair's other number is taken off."""
+    partner_D: torch.Tensor
+
+    def __call__(self, heads_NHD: torch.Tensor, positions_N: torch.Tensor) -> None:
+        """In place."""
+        cos, sin = (table.index_select(0, positions_N)[:, None] for table in (self.cos_LD, self.sin_LD))
+        heads_NHD.copy_(heads_NHD * cos + heads_NHD[..., self.partner_D] * sin)
 
 
 @dataclass(slots=True)
@@ -61,7 +88,7 @@ class Projection:
     """Their weights in one storage; None where they may not be moved, and are multiplied one by one."""
     bias: torch.Tensor | None
     scales: torch.Tensor | None = None
-    """Of a weight of 8 bits, one for each of its rows."""
+    """Of a weight of 8 bits, one for each row; those of one module are the same."""
 
     def __call__(self, x: torch.Tensor, linear: LinearFn) -> torch.Tensor:
         if len(self.modules) == 1:
@@ -84,10 +111,11 @@ class Layer:
     call: AttentionCall
     qkv: Projection
     out: Projection
-    q_norm: Norm | None
-    k_norm: Norm | None
+    head_norms: HeadNorms | None
     rope: int
     """Which of the structure's tables."""
+    turn: Turn | None
+    """Done before, where no table does it."""
     mlp: MLP | nn.Module
     """A module, experts for instance, is called as it is."""
     before_attention: Norm | None
@@ -95,6 +123,19 @@ class Layer:
     before_mlp: Norm | None
     after_mlp: Norm | None
     residual_scale: float
+
+    @property
+    def turns_in_kernel(self) -> bool:
+        """Heads are normed and turned as kernels do it: each by itself, not of Gemma's kind, halves of whole heads."""
+        if self.head_norms is None or self.turn is not None:
+            return self.turn is None
+        norm = self.head_norms.query
+        return not norm.is_offset and not norm.is_centered and len(norm.weight) == self.call.key_dim
+
+    @property
+    def is_parallel(self) -> bool:
+        """The MLP reads what attention reads."""
+        return self.before_mlp is None and self.after_attention is None and self.after_mlp is None
 
     @property
     def projections(self) -> list[Projection]:
@@ -135,15 +176,16 @@ def read_structure(model: PreTrainedModel, probe: Probe, *, fuse: bool, max_len:
     if final_norm is None or scale is None or len(blocks) != len(probe.calls) or not tables.is_plain:
         return None
     layers: list[Layer] = []
-    for index, (block, call) in enumerate(zip(blocks, probe.calls, strict=True)):
-        layer = _layer(index, block, call, tables, fuse=fuse)
+    for index, block in enumerate(blocks):
+        layer = _layer(index, block, probe, tables, fuse=fuse)
         if layer is None:
             return None
         layers.append(layer)
     return Structure(embed, scale, layers, final_norm, tables.made, backbone.rotary_emb)
 
 
-def _layer(index: int, block: Any, call: AttentionCall, tables: _RopeTables, *, fuse: bool) -> Layer | None:
+def _layer(index: int, block: Any, probe: Probe, tables: _RopeTables, *, fuse: bool) -> Layer | None:
+    call = probe.calls[index]
     parts = {name for name, child in block.named_children() if next(child.parameters(), None) is not None}
     order = next((o for o in NORM_ORDERS if parts == {"self_attn", "mlp"} | {n for n in o if n}), None)
     if order is None or call.key_dim != call.value_dim or call.key_dim % 2:
@@ -152,18 +194,21 @@ def _layer(index: int, block: Any, call: AttentionCall, tables: _RopeTables, *, 
     attention = block.self_attn
     qkv = _projection(attention, (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), fuse=fuse)
     out = _projection(attention, (("o_proj",),), fuse=fuse)
-    head_norms = [_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
+    q_norm, k_norm = (_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
     known = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "sinks"}
-    rope = tables.index(index, call.key_dim, is_off=not getattr(attention, "use_rope", True))
     if (
         qkv is None
         or out is None
-        or rope is None
         or any(name and norm is None for name, norm in zip(order, norms, strict=True))
         or any(name.split(".")[0] not in known for name, _ in attention.named_parameters())
-        or (head_norms[0] is None) != (head_norms[1] is None)
-        or (hasattr(attention, "q_norm") and head_norms[0] is None)
+        or (q_norm is None) != (k_norm is None)
+        or (hasattr(attention, "q_norm") and q_norm is None)
     ):
+        return None
+    entered_TE, turned_THD = probe.queries[index]
+    plain_THD = _plain_queries(attention, qkv, entered_TE, turned_THD.shape)
+    found = tables.find(index, plain_THD, turned_THD)
+    if found is None:
         return None
     before_attention, after_attention, before_mlp, after_mlp = norms
     return Layer(
@@ -171,10 +216,10 @@ def _layer(index: int, block: Any, call: AttentionCall, tables: _RopeTables, *, 
         call=call,
         qkv=qkv,
         out=out,
-        q_norm=head_norms[0],
-        k_norm=head_norms[1],
-        rope=rope,
-        mlp=_mlp(block.mlp, fuse=fuse),
+        head_norms=None if q_norm is None or k_norm is None else HeadNorms(q_norm, k_norm),
+        rope=found[0],
+        turn=found[1],
+        mlp=read_mlp(block.mlp, fuse=fuse),
         before_attention=before_attention,
         after_attention=after_attention,
         before_mlp=before_mlp,
@@ -183,7 +228,20 @@ def _layer(index: int, block: Any, call: AttentionCall, tables: _RopeTables, *, 
     )
 
 
-def _mlp(module: nn.Module, *, fuse: bool) -> MLP | nn.Module:
+def _plain_queries(
+    attention: Any, qkv: Projection, entered_TE: torch.Tensor, shape: torch.Size
+) -> torch.Tensor:
+    """[T, H, D], before they are turned."""
+    plain = qkv(entered_TE, torch.nn.functional.linear)[:, : shape[1] * shape[2]]
+    norm = getattr(attention, "q_norm", None)
+    if norm is None:
+        return plain.view(shape)
+    normed: torch.Tensor = norm(plain.view(shape) if len(norm.weight) == shape[2] else plain)
+    return normed.view(shape)
+
+
+def read_mlp(module: nn.Module, *, fuse: bool) -> MLP | nn.Module:
+    """The module itself where it is not a gated MLP."""
     gate_up = _projection(module, (("gate_proj", "up_proj"), ("gate_up_proj",)), fuse=fuse)
     down = _projection(module, (("down_proj",),), fuse=fuse)
     activation: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
@@ -201,19 +259,19 @@ def _mlp(module: nn.Module, *, fuse: bool) -> MLP | nn.Module:
 
 
 def _norm(module: Any) -> Norm | None:
-    """None where it is not a root-mean-square norm: found by trying."""
+    """None where it is neither a root-mean-square norm nor a LayerNorm without bias: found by trying."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or eps is None or weight.ndim != 1 or getattr(module, "bias", None) is not None:
         return None
-    x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
-    x32 = x.float()
-    scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    x = (1.0 + torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0))).to(weight)
     found = module(x).float()
-    for is_offset in (False, True):
+    for is_offset, is_centered in ((False, False), (True, False), (False, True)):
+        x32 = x.float() - x.float().mean(-1, keepdim=True) if is_centered else x.float()
+        scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
         wanted = scaled * (weight.float() + is_offset)
         if (found - wanted).norm() <= 0.01 * wanted.norm().clamp(min=1e-6):
-            return Norm(weight, float(eps), is_offset)
+            return Norm(weight, float(eps), is_offset, is_centered)
     return None
 
 
@@ -228,7 +286,8 @@ def _embed_scale(embed: nn.Module, probe: Probe) -> float | None:
 
 
 class _RopeTables:
-    """One table for each kind of layer that turns differently, and one that does not turn at all."""
+    """How layers turn their queries and keys. Tables are for the kernels, which turn the halves of whole heads: one for
+    each kind of layer, and one that does not turn at all."""
 
     def __init__(self, backbone: Any, config: Any, like: torch.Tensor, max_len: int) -> None:
         self._module: Any = getattr(backbone, "rotary_emb", None)
@@ -244,31 +303,72 @@ class _RopeTables:
         )
         self._like, self._max_len = like, max_len
         self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._at: dict[str, int] = {}
+        self._at: dict[tuple[str, int], int] = {}
+        self._turns: dict[tuple[str, int], Turn] = {}
+        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def index(self, layer: int, dim: int, *, is_off: bool) -> int | None:
-        kind = "off" if is_off else self._kinds[layer] if self._takes_kind and self._kinds else ""
-        if kind not in self._at:
-            cos, sin = self._made(kind, dim)
-            if 2 * cos.shape[-1] == dim:  # of one half; the other is turned alike
-                cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-            if cos.ndim != 2 or cos.shape[1] != dim:
-                return None  # a part of each head is turned, or none of it
-            self._at[kind] = len(self.made)
-            self.made.append((cos.contiguous(), sin.contiguous()))
-        return self._at[kind]
+    def find(
+        self, layer: int, plain_THD: torch.Tensor, turned_THD: torch.Tensor
+    ) -> tuple[int, Turn | None] | None:
+        """Which table, and what is done before it: found by trying what the layer made of its queries."""
+        kind = self._kinds[layer] if self._takes_kind and self._kinds else ""
+        if kind not in self._pairs:
+            self._pairs[kind] = self._make_pairs(kind)
+        cos_LP, sin_LP = self._pairs[kind]
+        dim, size = plain_THD.shape[2], cos_LP.shape[1]
+        pair, none = torch.arange(size, device=cos_LP.device), torch.arange(0, device=cos_LP.device)
+        ways = {"off": (none, none), "halves": (pair, pair + size), "neighbours": (2 * pair, 2 * pair + 1)}
+        if 2 * size > dim:
+            return None
+        errors: dict[str, float] = {}
+        for way, places in ways.items():
+            found_THD = plain_THD.clone()
+            _turn(cos_LP[:2], sin_LP[:2], dim, *places)(found_THD, torch.arange(2, device=pair.device))
+            errors[way] = float((found_THD - turned_THD).norm() / turned_THD.norm().clamp(min=1e-6))
+        way = min(errors, key=lambda each: errors[each])
+        if errors[way] > 0.02:
+            return None
+        if way == "halves" and 2 * size == dim:
+            return self._table(kind, torch.cat((cos_LP, cos_LP), -1), torch.cat((sin_LP, sin_LP), -1)), None
+        off = self._table("off", cos_LP.new_ones(len(cos_LP), dim), sin_LP.new_zeros(len(sin_LP), dim))
+        if way == "off":
+            return off, None
+        if (kind, dim) not in self._turns:
+            self._turns[kind, dim] = _turn(cos_LP, sin_LP, dim, *ways[way])
+        return off, self._turns[kind, dim]
 
-    def _made(self, kind: str, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        like = self._like
-        if kind == "off":
-            return like.new_ones(self._max_len, dim), like.new_zeros(self._max_len, dim)
-        positions = torch.arange(self._max_len, device=like.device)[None]
-        if hasattr(
-            self._module, "mrope_section"
-        ):  # letters stand at the same place in time, height and width
+    def _table(self, kind: str, cos: torch.Tensor, sin: torch.Tensor) -> int:
+        key = (kind, cos.shape[1])
+        if key not in self._at:
+            self._at[key] = len(self.made)
+            self.made.append((cos, sin))
+        return self._at[key]
+
+    def _make_pairs(self, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, one for each pair of numbers that turn together."""
+        positions = torch.arange(self._max_len, device=self._like.device)[None]
+        if hasattr(self._module, "mrope_section"):  # letters stand alike in time, height and width
             positions = positions.expand(3, 1, -1)
-        cos, sin = self._module(like, positions, kind) if kind else self._module(like, positions)
+        cos, sin = self._module(self._like, positions, kind) if kind else self._module(self._like, positions)
+        half = cos.shape[-1] // 2
+        if torch.equal(cos[..., :half], cos[..., half:]):  # twice each, one half after the other
+            return cos[0, :, :half], sin[0, :, :half]
+        if torch.equal(cos[..., ::2], cos[..., 1::2]):  # twice each, side by side
+            return cos[0, :, ::2], sin[0, :, ::2]
         return cos[0], sin[0]
+
+
+def _turn(
+    cos_LP: torch.Tensor, sin_LP: torch.Tensor, dim: int, first_P: torch.Tensor, second_P: torch.Tensor
+) -> Turn:
+    """Of the numbers at these places of a head; what has no place stays."""
+    cos_LD, sin_LD = cos_LP.new_ones(len(cos_LP), dim), sin_LP.new_zeros(len(sin_LP), dim)
+    partner_D = torch.arange(dim, device=cos_LP.device)
+    if len(first_P):
+        cos_LD[:, first_P], cos_LD[:, second_P] = cos_LP, cos_LP
+        sin_LD[:, first_P], sin_LD[:, second_P] = -sin_LP, sin_LP
+        partner_D[first_P], partner_D[second_P] = second_P, first_P
+    return Turn(cos_LD, sin_LD, partner_D)
 
 
 def _projection(parent: Any, choices: tuple[tuple[str, ...], ...], *, fuse: bool) -> Projection | None:

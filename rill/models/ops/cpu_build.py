@@ -5,18 +5,12 @@ hashes the source, its own headers, the compiler, the flags and the processor, s
 again and nothing stale is ever loaded. Sources use plain pointers and no library headers: a build takes seconds and
 fits every version of torch. OpenMP is torch's own runtime, so both share one pool of threads.
 
-Whoever loads a library marks it as used, under a shared lock of the folder; whoever has built one removes, under an
-exclusive lock, those that nobody has used for a month (other checkouts and other machines may share the folder). So
-what a process is about to load is never removed, and what it has loaded stays its own when the file goes.
-
 Where there is no compiler, or it fails, the answer is None, with one warning in the log; callers then use torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
@@ -26,8 +20,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from rill.models.packaged import cache_folder
@@ -41,9 +33,6 @@ FLAGS = (
     "-fno-signed-zeros", "-freciprocal-math",
 )  # fmt: skip
 BUILD_TIMEOUT_S = 300.0
-UNUSED_S = 30 * 24 * 3600.0
-"""After how long without use a library is removed."""
-SCRATCH = ".build-"
 
 
 @functools.cache
@@ -80,8 +69,8 @@ def _build(compiler: str, name: str) -> Path:
     identity = hashlib.sha256(b"".join(parts) + version.stdout + " ".join(flags).encode() + _cpu_identity())
     file_name = f"{name}-{identity.hexdigest()[:16]}.so"
     library = _cache_folder() / file_name
-    if not _mark_used(library):
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=library.parent) as scratch:
+    if not library.exists():
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=library.parent) as scratch:
             object_file, built = Path(scratch) / "object.o", Path(scratch) / file_name
             # Two steps: linking with fast-math flags would change how the whole process rounds denormals.
             for command in (
@@ -90,58 +79,7 @@ def _build(compiler: str, name: str) -> Path:
             ):
                 subprocess.run(command, capture_output=True, check=True, timeout=BUILD_TIMEOUT_S)
             built.replace(library)  # atomic: processes that start together may all build it
-        _remove_unused(library.parent)
     return library
-
-
-def _mark_used(library: Path) -> bool:
-    """Whether it is there, and will be for another `UNUSED_S`."""
-    with _locked(library.parent, fcntl.LOCK_SH) as is_locked:
-        if not is_locked:
-            return False  # just now somebody removes old ones: building again is always right
-        try:
-            os.utime(library)
-        except FileNotFoundError:
-            return False
-        except PermissionError:
-            pass  # somebody else's, who looks after it
-        return True
-
-
-def _remove_unused(folder: Path) -> None:
-    """Libraries that nobody has used for long, and what builds that were killed left behind."""
-    with _locked(folder, fcntl.LOCK_EX) as is_locked:
-        if not is_locked:
-            return
-        for path in (*folder.glob("cpu_*-*.so"), *folder.glob(f"{SCRATCH}*")):
-            with contextlib.suppress(OSError):  # removed by somebody else, or not ours to remove
-                if time.time() - path.stat().st_mtime < UNUSED_S:
-                    continue
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, kind: int) -> Iterator[bool]:
-    """Holds the folder's lock; False at once where another process stands in the way.
-
-    Where folders cannot be locked, as on some network file systems, a shared lock is granted and an exclusive one is
-    not: nothing is removed there.
-    """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        is_locked = True
-    except BlockingIOError:
-        is_locked = False
-    except OSError:
-        is_locked = kind == fcntl.LOCK_SH
-    try:
-        yield is_locked
-    finally:
-        os.close(fd)
 
 
 def _cache_folder() -> Path:

@@ -59,7 +59,6 @@ inline float fast_exp(float x) {
     return p * s;
 }
 
-// See below for 16 at a time.
 inline float silu(float v) { return v / (1.0f + fast_exp(-v)); }
 inline float gelu_tanh(float v) {  // 0.5 v (1 + tanh z)
     float z = 0.7978845608028654f * (v + 0.044715f * v * v * v);
@@ -94,11 +93,6 @@ inline vec exp_vec(vec v) {
     p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
     return reinterpret_cast<vec>(_mm512_scalef_ps(p, n));
 }
-// 1 / v to about 1e-7 relative; a division takes several times as long.
-inline vec inverse_vec(vec v) {
-    const __m512 x = reinterpret_cast<__m512>(v), r = _mm512_rcp14_ps(x);
-    return reinterpret_cast<vec>(_mm512_mul_ps(r, _mm512_fnmadd_ps(x, r, _mm512_set1_ps(2.0f))));
-}
 inline float max_lane(vec v) { return _mm512_reduce_max_ps(reinterpret_cast<__m512>(v)); }
 inline float sum_lanes(vec v) { return _mm512_reduce_add_ps(reinterpret_cast<__m512>(v)); }
 #else
@@ -108,7 +102,6 @@ inline vec exp_vec(vec v) {
     for (int i = 0; i < LANES; i++) x[i] = fast_exp(x[i]);
     return load_vec(x);
 }
-inline vec inverse_vec(vec v) { return 1.0f / v; }
 inline float max_lane(vec v) {
     float best = v[0];
     for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
@@ -122,11 +115,6 @@ inline float sum_lanes(vec v) {
     return x[0];
 }
 #endif
-
-inline vec silu(vec v) { return v * inverse_vec(1.0f + exp_vec(-v)); }
-inline vec gelu_tanh(vec v) {
-    return v * inverse_vec(1.0f + exp_vec(-1.5957691216057308f * (v + 0.044715f * v * v * v)));
-}
 
 template <class T>
 void norm_row(const T* x, const T* w, T* out, int64_t size, float eps, int gemma) {

@@ -1,6 +1,6 @@
 """Numbers in 8 bits, e4m3: four bits of exponent, three of mantissa, 448 at most; rows of them with a scale each.
 
-    x ≈ values · scale,  scale = max |x| / 448 over the row
+    x ≈ values · scale,  scale = max |x| / 448 over the row, or over a whole weight
 
 A product of such rows is computed by the tensor cores from Hopper on (`product`), and the scales are applied by the
 kernel that reads it: Σ (v·s)(w·t) = s·t·Σ v·w. Elsewhere numbers are rounded to what
@@ -38,13 +38,16 @@ class Fp8Rows(NamedTuple):
         rows.write(x_BK)
         return rows
 
-    def write(self, x_BK: torch.Tensor) -> None:
+    def write(self, x_BK: torch.Tensor, *, is_weight: bool = False) -> None:
+        """`is_weight`: all rows have the scale of the largest."""
         if x_BK.device.type == "cuda":
             from rill.models.ops.triton_fp8 import quantize_into
 
-            quantize_into(x_BK.contiguous(), self.values_BK, self.scales_B)
+            largest = torch.linalg.vector_norm(x_BK, ord=torch.inf) if is_weight else None
+            quantize_into(x_BK.contiguous(), self.values_BK, self.scales_B, largest)
             return
         largest = x_BK.float().abs().amax(-1).clamp(min=LEAST_ROW)
+        largest = largest.amax().expand_as(largest) if is_weight else largest
         self.scales_B.copy_(largest / LARGEST)
         self.values_BK.copy_((x_BK.float() * (LARGEST / largest)[:, None]).clamp(-LARGEST, LARGEST))
 
@@ -74,7 +77,8 @@ def num_rows(x: Activations) -> int:
 
 
 class ProductScales(NamedTuple):
-    """What is left to do to a product of rows of 8 bits: y · x_B · weight_N + bias_N."""
+    """What is left to do to a product of rows of 8 bits: y · x_B · weight_N + bias_N; weight_N is the same number
+    throughout a parameter's rows."""
 
     x_B: torch.Tensor | None
     weight_N: torch.Tensor | None
@@ -99,9 +103,11 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def rounded(x_BK: torch.Tensor) -> torch.Tensor:
-    """Each row as 8 bits and its scale hold it."""
-    return Fp8Rows.of(x_BK).wide(x_BK.dtype)
+def rounded(x_BK: torch.Tensor, *, is_weight: bool = False) -> torch.Tensor:
+    """As 8 bits and their scale hold it."""
+    rows = Fp8Rows.empty(x_BK.shape, x_BK.device)
+    rows.write(x_BK, is_weight=is_weight)
+    return rows.wide(x_BK.dtype)
 
 
 def rounded_plain(x: torch.Tensor) -> torch.Tensor:

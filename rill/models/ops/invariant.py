@@ -1,8 +1,8 @@
 """Batch-invariant numerics: a token's result has the same bits whatever else is in the batch.
 
 Matrix libraries choose their loop order by the shape of the whole product, so a row's sum may round differently in
-a batch of 3 and in one of 40. Everything else in a decoder (norms, rotary embedding, attention, activation,
-sampling) is computed row by row in fixed order by rill.models.ops.cpu_kernels and its Triton twin; what is left is the
+a batch of 3 and in one of 40. Everything else in a decoder (norms, rotary embedding, attention, activation) is computed
+row by row in fixed order by rill.models.ops.cpu_kernels and its Triton twin; what is left is the
 products, and `invariant_linear` makes those fixed too:
 
     CPU   products that sum every element in one order (cpu_product.h); where the processor lacks what they need,
@@ -11,51 +11,25 @@ products, and `invariant_linear` makes those fixed too:
     CUDA  a Triton product with one tile shape and no split along the summed axis
 
 The engine runs on these with batch_invariant=true. A trainer that wants the very same numbers scores with
-rill.models.decode.packed_scorer; one that wants them inside autograd calls `invariant_linear`, whose backward is
-ordinary.
+rill.models.decode.packed_scorer.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from rill.errors import UnsupportedError
-from rill.models.ops.cpu_kernels import PRODUCT_DTYPES, load_cpu_kernels
+from rill.models.ops.cpu_kernels import DTYPES, load_cpu_kernels
 
 ROW_SIZES = (16, 32, 64, 128, 256)
 """Rows of one product on the CPU. The last is always allowed: a product of one constant shape."""
 
 
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T + bias with every row's bits independent of the others. x is [..., in]."""
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _InvariantLinear.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
-    return _forward(x, weight, bias)
-
-
-class _InvariantLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        return _forward(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = grads
-        x, weight = ctx.saved_tensors
-        flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        grad_weight = flat_grad.T @ flat_x if ctx.needs_input_grad[1] else None
-        grad_bias = flat_grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias
-
-
-def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight.T + bias with every row's bits independent of the others. x is [..., in]. Without gradients."""
     flat = x.reshape(-1, x.shape[-1])
     if x.device.type == "cuda":
         from rill.models.ops.triton_kernels import invariant_matmul
@@ -63,7 +37,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         out = invariant_matmul(flat, weight, bias)
     else:
         kernels = load_cpu_kernels()
-        if kernels is not None and kernels.has_products and weight.dtype == x.dtype in PRODUCT_DTYPES:
+        if kernels is not None and kernels.has_products and weight.dtype == x.dtype in DTYPES:
             out = kernels.linear(flat, weight, bias)
         else:
             out = _padded_product(flat, weight)

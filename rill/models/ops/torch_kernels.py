@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from rill.models.decode.attention_paged import FlatKernels, PagedBatch
+from rill.models.decode.attention_paged import CacheRows, FlatKernels, PagedBatch
+from rill.models.decode.structure import HeadNorms, Norm
+from rill.models.eager import ScoreRule
 
 GATHER_BYTES = 64 << 20
 """Of keys, that single tokens attend to at one time: rows are gathered from their blocks and padded."""
@@ -26,105 +28,61 @@ class TorchKernels(FlatKernels):
             return whole.to(x.dtype)
         return torch.nn.functional.linear(x, weight, bias)
 
-    def add_norm(
-        self,
-        hidden: torch.Tensor,
-        addend: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        gemma: bool,
-    ) -> torch.Tensor:
-        """hidden += addend, in place; returns RMSNorm(hidden)."""
+    def add_norm(self, hidden: torch.Tensor, addend: torch.Tensor | None, norm: Norm) -> torch.Tensor:
         if addend is not None:
             hidden += addend
         x = hidden.float()
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        return (x * (1.0 + weight.float())).to(hidden.dtype) if gemma else x.to(hidden.dtype) * weight
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+        if norm.is_offset:
+            return (x * (1.0 + norm.weight.float())).to(hidden.dtype)
+        return x.to(hidden.dtype) * norm.weight
 
     def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
         return act * up
 
-    def rope_store(
-        self,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        num_heads: int,
-    ) -> None:
-        """Queries are turned in place; keys, turned, and values go to their slots of the cache."""
-        kv_heads, dim = keys.shape[2:]
+    def rope_store(self, qkv: torch.Tensor, rows: CacheRows, num_heads: int, norms: HeadNorms | None) -> None:
+        kv_heads, dim = rows.keys.shape[2:]
         heads = qkv.view(len(qkv), -1, dim)
         q, k, v = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
-        if q_norm is not None and k_norm is not None:
-            q = self.add_norm(q, None, q_norm, eps, gemma=False)
-            k = self.add_norm(k, None, k_norm, eps, gemma=False)
-        turn = (cos[positions][:, None], sin[positions][:, None])
+        if norms is not None:
+            q, k = self.add_norm(q, None, norms.query), self.add_norm(k, None, norms.key)
+        turn = (rows.cos[rows.positions_N][:, None], rows.sin[rows.positions_N][:, None])
         heads[:, :num_heads] = _turned(q, *turn)
-        keys.view(-1, kv_heads, dim)[slots] = _turned(k, *turn)
-        values.view(-1, kv_heads, dim)[slots] = v
+        rows.keys.view(-1, kv_heads, dim)[rows.slots_N] = _turned(k, *turn)
+        rows.values.view(-1, kv_heads, dim)[rows.slots_N] = v
 
     def attend_flat(
         self,
-        query: torch.Tensor,
-        query_stride: int,
+        query_NW: torch.Tensor,
         num_heads: int,
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: PagedBatch,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks_H: torch.Tensor | None = None,
+        rule: ScoreRule,
     ) -> torch.Tensor:
         block_size, dim = keys.shape[1], keys.shape[3]
-        query_NHD = query.reshape(len(query), -1, dim)[:, :num_heads].contiguous()
+        query_NHD = query_NW.view(len(query_NW), -1, dim)[:, :num_heads].contiguous()
         out = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
         starts, lengths = batch.query_starts_B1.tolist(), batch.context_lens_B.tolist()
         tables = batch.block_tables_BM
         if batch.table_rows_B is not None:
             tables = tables[batch.table_rows_B]
-        rule = (scale, window, softcap, sinks_H)
         for begin, end in _runs(lengths, batch.num_decodes, keys[0, 0].numel() * keys.element_size()):
             num_blocks = -(-max(lengths[begin:end]) // block_size)
             table = tables[begin:end, :num_blocks].long()
             context = batch.context_lens_B[begin:end].long()
             k, v = keys[table].flatten(1, 2), values[table].flatten(1, 2)
-            out[begin:end] = _attend(query_NHD[begin:end, None], k, v, context, *rule)[:, 0]
+            out[begin:end] = _attend(query_NHD[begin:end, None], k, v, context, rule)[:, 0]
         for row in range(batch.num_decodes, len(lengths)):
             start, end = starts[row], starts[row + 1]
             if end > start:
                 table = tables[row, : -(-lengths[row] // block_size)].long()
                 k, v = keys[table].flatten(0, 1)[None], values[table].flatten(0, 1)[None]
                 context = batch.context_lens_B[row : row + 1].long()
-                out[start:end] = _attend(query_NHD[None, start:end], k, v, context, *rule)[0]
+                out[start:end] = _attend(query_NHD[None, start:end], k, v, context, rule)[0]
         return out
-
-
-def attend_one(
-    query_QHD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_H: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Causal attention of the last Q of T tokens of one sequence."""
-    context = torch.tensor([len(key_TKD)], device=query_QHD.device)
-    return _attend(query_QHD[None], key_TKD[None], value_TKD[None], context, scale, window, softcap, sinks_H)[
-        0
-    ]
 
 
 def _attend(
@@ -132,15 +90,13 @@ def _attend(
     key_BTKD: torch.Tensor,
     value_BTKD: torch.Tensor,
     context_B: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks_H: torch.Tensor | None,
+    rule: ScoreRule,
 ) -> torch.Tensor:
     """Of sequences with context_B tokens each, of which the queries are the last; softmax in float32:
 
     out[q] = Σ_t softmax_t(cap(scale · q·k_t)) v_t  over  max(0, p − window + 1) ≤ t ≤ p,  p = context − Q + q.
     """
+    scale, window, softcap, sinks_H = rule
     num_queries, num_heads = query_BQHD.shape[1:3]
     repeats = num_heads // key_BTKD.shape[2]
     query = query_BQHD.float().view(*query_BQHD.shape[:2], -1, repeats, query_BQHD.shape[3])

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from rill.models.decode.decode_work import GROUP_ROWS, MAX_PIECES, TILE, WORDS, DecodeWork
-from rill.models.ops.triton_fp8 import widened, widening
+from rill.models.eager import ScoreRule
+from rill.models.ops.triton_fp8 import widened, widened_pairs, widening
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
 
@@ -62,23 +63,36 @@ def _attend(  # type: ignore[no-untyped-def]
     DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_CAP: tl.constexpr, WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries over tokens [begin, end) from `first` on: (Σ of values, largest score, Σ of weights)."""
-    d = tl.arange(0, DP)
-    acc = tl.zeros([q.shape[0], DP], tl.float32)
+    """Queries over tokens [begin, end) from `first` on: (Σ of values, largest score, Σ of weights).
+
+    WIDEN == 2: numbers of 8 bits are read two at a time, as 16 bits, which the way to the tensor cores can turn; the
+    even and the odd ones are multiplied apart and put together at the end.
+    """
+    PER: tl.constexpr = 2 if WIDEN == 2 else 1
+    d = tl.arange(0, DP // PER)
+    acc = tl.zeros([q.shape[0], DP // PER], tl.float32)
+    if WIDEN == 2:
+        odd_acc = tl.zeros([q.shape[0], DP // PER], tl.float32)
+        even_q, odd_q = tl.split(tl.reshape(q, (q.shape[0], DP // 2, 2)))
     # Whole tiles before the window are skipped; tiles keep their places, so the order of the rest is the same.
     for at in range(tl.maximum(begin, first // TILE * TILE), end, TILE):
         t = at + tl.arange(0, TILE)
         seen = (t < end) & (t >= first)
         block = tl.load(table + t // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + t % BLOCK_SIZE
-        where = (slot * K + kv)[:, None] * D + d[None, :]
-        inside = seen[:, None] & (d < D)[None, :]
+        where = (slot * K + kv)[:, None] * (D // PER) + d[None, :]
+        inside = seen[:, None] & (d < D // PER)[None, :]
         k = tl.load(keys_ptr + where, mask=inside, other=0.0)
         v = tl.load(values_ptr + where, mask=inside, other=0.0)
-        if WIDEN > 0:
-            k = widened(k, q.dtype, WIDEN == 2)
-            v = widened(v, q.dtype, WIDEN == 2)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if WIDEN == 2:
+            k, odd_k = widened_pairs(k)
+            v, odd_v = widened_pairs(v)
+            s = tl.dot(odd_q, tl.trans(odd_k), tl.dot(even_q, tl.trans(k))) * scale
+        else:
+            if WIDEN == 1:
+                k = widened(k, q.dtype, False)
+                v = widened(v, q.dtype, False)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_CAP:
             s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
         s = tl.where(seen[None, :], s, -1e30)
@@ -87,7 +101,11 @@ def _attend(  # type: ignore[no-untyped-def]
         keep = tl.exp(top - best)
         total = total * keep + tl.sum(p, axis=1)
         acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        if WIDEN == 2:
+            odd_acc = odd_acc * keep[:, None] + tl.dot(p.to(v.dtype), odd_v, input_precision=PRECISION)
         top = best
+    if WIDEN == 2:
+        acc = tl.reshape(tl.join(acc, odd_acc), (q.shape[0], DP))
     return acc, top, total
 
 
@@ -197,7 +215,8 @@ class DecodeAttention:
     """Buffers for the pieces of up to max_rows rows, made once so that graphs can refer to them."""
 
     num_warps = 4
-    num_stages = 3
+    num_stages = {0: 3, 1: 3, 2: 5}
+    """By how numbers are read (widening); found by trying, on an H200."""
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
@@ -211,38 +230,40 @@ class DecodeAttention:
 
     def __call__(
         self,
-        query: torch.Tensor,
-        query_stride: int,
+        query_BW: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         tables: torch.Tensor,
         work: DecodeWork,
         out: torch.Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks_H: torch.Tensor | None = None,
+        rule: ScoreRule,
     ) -> None:
         """The rows of `out` that the work names."""
-        group = self._heads // self._kv_heads
+        scale, window, softcap, sinks_H = rule
+        group, widen = self._heads // self._kv_heads, widening(keys, query_BW)
+        block_size = keys.shape[1]
+        if widen == 2 and self._dim < 32:
+            widen = 1  # halves would be too narrow for a product
+        if widen == 2:
+            keys, values = keys.view(torch.int16), values.view(torch.int16)
+        inputs = (query_BW, query_BW.shape[1], keys, values, tables, tables.stride(0))
         options: dict[str, Any] = {
             "H": self._heads, "K": self._kv_heads, "D": self._dim, "DP": self._dim_padded,
-            "GJ": max(2, power_of_2(group)), "BLOCK_SIZE": keys.shape[1],
+            "GJ": max(2, power_of_2(group)), "BLOCK_SIZE": block_size,
             "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS,
-            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "WIDEN": widening(keys, query),
-            "PRECISION": precision(query.dtype),
-            "num_stages": self.num_stages if query.dtype.itemsize == 2 else 2, **early_launch(query.device),
+            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "WIDEN": widen,
+            "PRECISION": precision(query_BW.dtype), **early_launch(query_BW.device),
+            "num_stages": self.num_stages[widen] if query_BW.dtype.itemsize == 2 else 2,
         }  # fmt: skip
         if work.shared is not None:
             assert window == 0, "rows with a window share nothing"
             _shared[(len(work.shared) * self._kv_heads,)](
-                query, query_stride, keys, values, tables, tables.stride(0), work.shared, work.members, self._part,
-                self._stat, sinks_H, scale, softcap, ROWS=GROUP_ROWS, num_warps=8, **options,
+                *inputs, work.shared, work.members, self._part, self._stat, sinks_H, scale, softcap,
+                ROWS=GROUP_ROWS, num_warps=8, **options,
             )  # fmt: skip
         for first_row, first_entry, num_entries in work.runs:
             _decode[(num_entries * self._kv_heads,)](
-                query, query_stride, keys, values, tables, tables.stride(0), work.entries, first_entry, first_row, out,
-                self._part, self._stat, self._count, sinks_H, scale, window, softcap, GP=max(16, power_of_2(group)),
+                *inputs, work.entries, first_entry, first_row, out, self._part, self._stat, self._count, sinks_H,
+                scale, window, softcap, GP=max(16, power_of_2(group)),
                 HAS_WINDOW=window > 0, num_warps=self.num_warps, **options,
             )  # fmt: skip

@@ -15,15 +15,20 @@ from rill.models.ops.triton_language import await_inputs, early_launch, power_of
 @triton.jit
 def store_fp8(x, out_ptr, scale_ptr, row, size, at, mask):  # type: ignore[no-untyped-def]
     """One row of float32, whole in this program; what is masked is 0."""
-    largest = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12)
+    _store(x, tl.max(tl.abs(x), axis=0), out_ptr, scale_ptr, row, size, at, mask)
+
+
+@triton.jit
+def _store(x, largest, out_ptr, scale_ptr, row, size, at, mask):  # type: ignore[no-untyped-def]
+    largest = tl.maximum(largest, 1e-12)
     tl.store(scale_ptr + row, largest / 448.0)
     tl.store(out_ptr + row * size + at, (x * (448.0 / largest)).to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit
-def scaled(x, x_scale, ws_ptr, bias_ptr, at, mask, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a product of rows of 8 bits lacks: its row's scale, and those and the bias of its columns `at`."""
-    y = x.to(tl.float32) * x_scale * tl.load(ws_ptr + at, mask=mask, other=0.0)
+def scaled(x, scale, bias_ptr, at, mask, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a product of rows of 8 bits lacks: the scales of its row and weight, and the bias of its columns `at`."""
+    y = x.to(tl.float32) * scale
     if HAS_BIAS:
         y += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
     return y.to(x.dtype)
@@ -59,6 +64,32 @@ def widened(x, kind: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
+def widened_pairs(x):  # type: ignore[no-untyped-def]
+    """Two numbers of e4m3 in each of 16 bits: the first ones and the second ones, as bfloat16."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, s, t, e;
+        shl.b32 a, $2, 8;
+        and.b32 b, $2, 0x7f007f00;
+        and.b32 t, $2, 0x80008000;
+        and.b32 s, a, 0x80008000;
+        shr.u32 a, a, 4;
+        shr.u32 b, b, 4;
+        lop3.b32 a, a, 0x07f007f0, s, 0xea;
+        or.b32 b, b, t;
+        mov.b32 e, 0x7b807b80;
+        mul.rn.bf16x2 $0, a, e;
+        mul.rn.bf16x2 $1, b, e;
+        }""",
+        "=r,=r,r",
+        [x],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def cached(x, cache_ptr):  # type: ignore[no-untyped-def]
     """As the cache holds it: in 8 bits without a scale, what is larger than they hold at their largest."""
     kind: tl.constexpr = cache_ptr.dtype.element_ty
@@ -68,13 +99,25 @@ def cached(x, cache_ptr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _quantize(x_ptr, out_ptr, scale_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _quantize(  # type: ignore[no-untyped-def]
+    x_ptr,
+    largest_ptr,
+    out_ptr,
+    scale_ptr,
+    size,
+    HAS_LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
     x = tl.load(x_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
-    store_fp8(x, out_ptr, scale_ptr, row, size, at, mask)
+    if HAS_LARGEST:
+        _store(x, tl.load(largest_ptr).to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
+    else:
+        store_fp8(x, out_ptr, scale_ptr, row, size, at, mask)
 
 
 def widening(stored: torch.Tensor, like: torch.Tensor) -> int:
@@ -85,10 +128,14 @@ def widening(stored: torch.Tensor, like: torch.Tensor) -> int:
     return 2 if like.dtype is torch.bfloat16 and stored.device.type == "cuda" else 1
 
 
-def quantize_into(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """x [B, K] into e4m3 values [B, K] and float32 scales [B], all contiguous."""
+def quantize_into(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, largest: torch.Tensor | None = None
+) -> None:
+    """x [B, K] into e4m3 values [B, K] and float32 scales [B], all contiguous. `largest`: magnitude of all rows
+    together, which have one scale then."""
     rows, size = x.shape
     block = power_of_2(size)
     _quantize[(rows,)](
-        x, values, scales, size, BLOCK=block, num_warps=4 if block <= 2048 else 8, **early_launch(x.device)
-    )
+        x, largest, values, scales, size, HAS_LARGEST=largest is not None, BLOCK=block,
+        num_warps=4 if block <= 2048 else 8, **early_launch(x.device),
+    )  # fmt: skip

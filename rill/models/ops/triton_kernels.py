@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from rill.models.decode.attention_paged import FlatKernels, PagedBatch
+from rill.models.decode.attention_paged import CacheRows, FlatKernels, PagedBatch
+from rill.models.decode.structure import HeadNorms, Norm
+from rill.models.eager import ScoreRule
 from rill.models.ops.fp8 import NO_SCALES, Activations, Fp8Rows, ProductScales
 from rill.models.ops.triton_decode import DecodeAttention
 from rill.models.ops.triton_fp8 import cached, scaled, store_fp8, widened, widening
@@ -46,7 +48,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
     if HAS_X:
         x = tl.load(x_ptr + row * size + at, mask=mask, other=0.0)
         if SCALED:
-            x = scaled(x, tl.load(xs_ptr + row), ws_ptr, bias_ptr, at, mask, HAS_BIAS)
+            x = scaled(x, tl.load(xs_ptr + row) * tl.load(ws_ptr), bias_ptr, at, mask, HAS_BIAS)
         h = (h + x.to(tl.float32)).to(kind)
         tl.store(h_ptr + row * size + at, h, mask=mask)
         h = h.to(tl.float32)
@@ -76,8 +78,8 @@ def _act_mul(  # type: ignore[no-untyped-def]
     up = tl.load(x_ptr + row * 2 * size + size + at, mask=mask, other=0.0)
     if TO_FP8:
         x_scale = tl.load(xs_ptr + row)
-        gate = scaled(gate, x_scale, ws_ptr, ws_ptr, at, mask, False)
-        up = scaled(up, x_scale, ws_ptr, ws_ptr, size + at, mask, False)
+        gate = scaled(gate, x_scale * tl.load(ws_ptr), ws_ptr, at, mask, False)
+        up = scaled(up, x_scale * tl.load(ws_ptr + size), ws_ptr, at, mask, False)
     up = up.to(tl.float32)
     g = gate.to(tl.float32)
     if GELU:
@@ -111,8 +113,9 @@ def _rope_store(  # type: ignore[no-untyped-def]
     b = tl.load(x_ptr + head * D + D // 2 + at, mask=inside, other=0.0)
     if SCALED:
         x_scale = tl.load(xs_ptr + row)
-        a = scaled(a, x_scale, ws_ptr, bias_ptr, head * D + at, inside, HAS_BIAS)
-        b = scaled(b, x_scale, ws_ptr, bias_ptr, head * D + D // 2 + at, inside, HAS_BIAS)
+        scales = x_scale * tl.where(head < H, tl.load(ws_ptr), tl.load(ws_ptr + H * D))
+        a = scaled(a, scales, bias_ptr, head * D + at, inside, HAS_BIAS)
+        b = scaled(b, scales, bias_ptr, head * D + D // 2 + at, inside, HAS_BIAS)
     kind = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     half = at < D // 2
@@ -146,7 +149,7 @@ def _rope_store(  # type: ignore[no-untyped-def]
         here = (H + K + value) * D + half_at + at
         v = tl.load(x_ptr + here, mask=has_value, other=0.0)
         if SCALED:
-            v = scaled(v, x_scale, ws_ptr, bias_ptr, here, has_value, HAS_BIAS)
+            v = scaled(v, x_scale * tl.load(ws_ptr + (H + K) * D), bias_ptr, here, has_value, HAS_BIAS)
         tl.store(to + half_at, cached(v, values_ptr), mask=has_value)
 
 
@@ -274,55 +277,37 @@ class TritonKernels(FlatKernels):
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight, bias)
 
-    def add_norm(
-        self,
-        hidden: torch.Tensor,
-        addend: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        gemma: bool,
-    ) -> torch.Tensor:
+    def add_norm(self, hidden: torch.Tensor, addend: torch.Tensor | None, norm: Norm) -> torch.Tensor:
         out = torch.empty_like(hidden)
-        self._add_norm(hidden, addend, weight, eps, out, None, gemma, NO_SCALES)
+        self._add_norm(hidden, addend, norm, NO_SCALES, out, None)
         return out
 
     def add_norm_fp8(
-        self,
-        hidden: torch.Tensor,
-        addend: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        gemma: bool,
-        scales: ProductScales,
-        is_last: bool,
+        self, hidden: torch.Tensor, addend: torch.Tensor, norm: Norm, scales: ProductScales, *, is_last: bool
     ) -> Activations:
         """add_norm of a product that lacks its scales; the result is written in 8 bits alone, unless it is the last."""
         if is_last:
             out = torch.empty_like(hidden)
-            self._add_norm(hidden, addend, weight, eps, out, None, gemma, scales)
+            self._add_norm(hidden, addend, norm, scales, out, None)
             return out
         rows = Fp8Rows.empty(hidden.shape, hidden.device)
-        self._add_norm(hidden, addend, weight, eps, *rows, gemma, scales)
+        self._add_norm(hidden, addend, norm, scales, *rows)
         return rows
 
     def _add_norm(
         self,
         hidden: torch.Tensor,
         addend: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
+        norm: Norm,
+        scales: ProductScales,
         out: torch.Tensor,
         out_scales: torch.Tensor | None,
-        gemma: bool,
-        scales: ProductScales,
     ) -> None:
         rows, size = hidden.shape
         block = power_of_2(size)
         _add_norm[(rows,)](
-            hidden, addend, *scales, weight, out, out_scales, size, eps, HAS_X=addend is not None, GEMMA=gemma,
-            BLOCK=block, SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
+            hidden, addend, *scales, norm.weight, out, out_scales, size, norm.eps, HAS_X=addend is not None,
+            GEMMA=norm.is_offset, BLOCK=block, SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
             TO_FP8=out_scales is not None, num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
         )  # fmt: skip
 
@@ -349,23 +334,18 @@ class TritonKernels(FlatKernels):
     def rope_store(
         self,
         qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        rows: CacheRows,
         num_heads: int,
+        norms: HeadNorms | None,
         scales: ProductScales = NO_SCALES,
     ) -> None:
         """`scales`: that the product qkv lacks."""
-        kv_heads, dim = keys.shape[2:]
+        kv_heads, dim = rows.keys.shape[2:]
+        q_norm, k_norm = (None, None) if norms is None else (norms.query.weight, norms.key.weight)
+        eps = 0.0 if norms is None else norms.query.eps
         turned = power_of_2(num_heads + kv_heads)
         _rope_store[(qkv.shape[0],)](
-            qkv, *scales, cos, sin, positions, slots, q_norm, k_norm, eps, keys, values, H=num_heads, K=kv_heads, D=dim,
+            qkv, *scales, *rows[:4], q_norm, k_norm, eps, *rows[4:], H=num_heads, K=kv_heads, D=dim,
             HP=turned, KP=power_of_2(kv_heads), HALF=power_of_2(dim // 2), HAS_NORM=q_norm is not None,
             SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
             num_warps=4 if turned * dim <= 4096 else 8, **early_launch(qkv.device),
@@ -373,34 +353,27 @@ class TritonKernels(FlatKernels):
 
     def attend_flat(
         self,
-        query: torch.Tensor,
-        query_stride: int,
+        query_NW: torch.Tensor,
         num_heads: int,
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: PagedBatch,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks_H: torch.Tensor | None = None,
+        rule: ScoreRule,
     ) -> torch.Tensor:
         _, block_size, kv_heads, dim = keys.shape
-        out = torch.empty(query.shape[0], num_heads, dim, dtype=query.dtype, device=query.device)
+        out = query_NW.new_empty(len(query_NW), num_heads, dim)
         tables, rows, lens = batch.block_tables_BM, batch.table_rows_B, batch.context_lens_B
         assert rows is not None
         if batch.num_decodes:
             assert batch.decode_work is not None
-            self._decode(
-                query, query_stride, keys, values, tables, batch.decode_work, out,
-                scale=scale, window=window, softcap=softcap, sinks_H=sinks_H,
-            )  # fmt: skip
+            self._decode(query_NW, keys, values, tables, batch.decode_work, out, rule)
         if batch.prefill_tiles is not None:
+            scale, window, softcap, sinks_H = rule
             _prefill[(batch.prefill_tiles.shape[0], num_heads)](
-                query, query_stride, keys, values, tables, tables.stride(0), rows, batch.query_starts_B1, lens,
+                query_NW, query_NW.shape[1], keys, values, tables, tables.stride(0), rows, batch.query_starts_B1, lens,
                 batch.prefill_tiles, out, sinks_H, scale, window, softcap, num_heads, kv_heads, D=dim,
                 DP=self._dim_padded, BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0,
-                HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, WIDEN=widening(keys, query),
-                PRECISION=precision(query.dtype), num_warps=4, num_stages=2,
+                HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, WIDEN=widening(keys, query_NW),
+                PRECISION=precision(query_NW.dtype), num_warps=4, num_stages=2,
             )  # fmt: skip
         return out

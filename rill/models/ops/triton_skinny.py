@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rill.models.decode.attention_paged import CacheRows
+from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.ops.fp8 import Activations, Fp8Rows, num_rows
 from rill.models.ops.triton_fp8 import cached, store_fp8
 from rill.models.ops.triton_language import (
@@ -283,46 +285,36 @@ def add_parts_norm(
     hidden_BE: torch.Tensor,
     parts_PBE: torch.Tensor,
     bias: torch.Tensor | None,
-    post_norm: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
+    post: Norm | None,
+    norm: Norm,
     *,
-    gemma: bool,
     to_fp8: bool = False,
 ) -> Activations:
-    """hidden += Σ parts (normed first, where post_norm is given), in place; returns RMSNorm(hidden)."""
+    """hidden += Σ parts (normed first by `post`), in place; returns norm(hidden)."""
     rows, size = hidden_BE.shape
     made = Fp8Rows.empty(hidden_BE.shape, hidden_BE.device) if to_fp8 else torch.empty_like(hidden_BE)
     out, scales = (made, None) if isinstance(made, torch.Tensor) else made
     _add_parts_norm[(rows,)](
-        hidden_BE, parts_PBE, bias, post_norm, weight, out, scales, rows, size, eps, P=len(parts_PBE),
-        HAS_BIAS=bias is not None, HAS_POST=post_norm is not None, GEMMA=gemma, TO_FP8=to_fp8,
+        hidden_BE, parts_PBE, bias, None if post is None else post.weight, norm.weight, out, scales, rows, size,
+        norm.eps, P=len(parts_PBE), HAS_BIAS=bias is not None, HAS_POST=post is not None, GEMMA=norm.is_offset,
+        TO_FP8=to_fp8,
         BLOCK=power_of_2(size), num_warps=8, **early_launch(hidden_BE.device),
     )  # fmt: skip
     return made
 
 
 def turn_parts(
-    parts_PBN: torch.Tensor,
-    bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    num_heads: int,
+    parts_PBN: torch.Tensor, bias: torch.Tensor | None, to: CacheRows, num_heads: int, norms: HeadNorms | None
 ) -> torch.Tensor:
     """Queries [B, H·D], turned; keys and values go to their slots of the cache."""
     num_parts, rows, _ = parts_PBN.shape
-    kv_heads, dim = keys.shape[2:]
-    query = torch.empty(rows, num_heads * dim, dtype=cos.dtype, device=keys.device)
+    kv_heads, dim = to.keys.shape[2:]
+    q_norm, k_norm = (None, None) if norms is None else (norms.query.weight, norms.key.weight)
+    eps = 0.0 if norms is None else norms.query.eps
+    query = torch.empty(rows, num_heads * dim, dtype=to.cos.dtype, device=to.keys.device)
     _turn_parts[(rows, num_heads + 2 * kv_heads)](
-        parts_PBN, bias, query, cos, sin, positions, slots, q_norm, k_norm, rows, eps, keys, values, H=num_heads,
+        parts_PBN, bias, query, *to[:4], q_norm, k_norm, rows, eps, to.keys, to.values, H=num_heads,
         G=kv_heads, D=dim, HALF=power_of_2(dim // 2), P=num_parts, HAS_BIAS=bias is not None,
-        HAS_NORM=q_norm is not None, num_warps=1, **early_launch(keys.device),
+        HAS_NORM=norms is not None, num_warps=1, **early_launch(to.keys.device),
     )  # fmt: skip
     return query

@@ -3,7 +3,7 @@
     decision = policy.act(observations, seeds)             in the rollout, without gradients
     evaluated = policy.evaluate(inputs, latents)           in the trainer, with them
 
-What is drawn depends on the observation's own seed and never on its neighbours. Both sides compute in blocks of ROWS
+What is drawn depends on the observation's own seed and never on its neighbours. Both sides compute in blocks of `rows`
 observations, padded: a matrix product of another shape may round differently, one of the same shape does not. So at
 equal weights on a CPU the rollout's log-probabilities are the trainer's, bit for bit, whoever was batched with whom.
 """
@@ -31,8 +31,6 @@ from rill.models.robots.trunk import Trunk
 from rill.registry import Registry
 from rill.types import Floats, Observation, RobotSpec
 
-ROWS = 32
-"""Observations that are computed together."""
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "policy.json"
 
 POLICIES = Registry(
@@ -53,6 +51,8 @@ class PolicyConfig(PartConfig):
 
     chunk: int = Field(default=4, ge=1)
     """Actions that are decided on at once."""
+    rows: int = Field(default=32, ge=1)
+    """Observations that are computed together, in the rollout and in the trainer. A GPU wants more of them."""
 
     def inside(self, folder: Path) -> Self:
         """For a policy that was saved there."""
@@ -136,15 +136,16 @@ class Policy(nn.Module):
         """`seeds`: one to an observation, which decides what is drawn for it."""
         inputs = self.seen(observations).to(self.device)
         parts: list[tuple[Tensor, dict[str, Tensor], Evaluated]] = []
-        for first in range(0, len(inputs), ROWS):
-            block = padded(inputs.rows(slice(first, first + ROWS)))
-            chosen = [*seeds[first : first + ROWS]]
-            chosen += [0] * (ROWS - len(chosen))
+        size = self.config.rows
+        for first in range(0, len(inputs), size):
+            block = padded(inputs.rows(slice(first, first + size)), size)
+            chosen = [*seeds[first : first + size]]
+            chosen += [0] * (size - len(chosen))
             drawn_BJA, latents = self.decide(
                 block, [np.random.Generator(np.random.Philox(seed)) for seed in chosen], greedy=greedy
             )
             parts.append((drawn_BJA, latents, self.evaluate(block, latents)))
-        size = len(inputs)
+        size = len(inputs)  # without what was padded
         drawn_BJA = torch.cat([drawn for drawn, _, _ in parts])[:size]
         latents = {name: torch.cat([part[1][name] for part in parts])[:size] for name in parts[0][1]}
         return Decision(
@@ -158,20 +159,19 @@ class Policy(nn.Module):
     @torch.no_grad()
     def evaluate_as_drawn(self, inputs: Inputs, latents: Mapping[str, Tensor]) -> Evaluated:
         """`evaluate` in the blocks of `act`."""
-        parts = []
-        for first in range(0, len(inputs), ROWS):
-            rows = slice(first, first + ROWS)
-            block = {name: padded_rows(tensor[rows]) for name, tensor in latents.items()}
-            parts.append(self.evaluate(padded(inputs.rows(rows)), block))
+        parts, size = [], self.config.rows
+        for first in range(0, len(inputs), size):
+            rows = slice(first, first + size)
+            block = {name: padded_rows(tensor[rows], size) for name, tensor in latents.items()}
+            parts.append(self.evaluate(padded(inputs.rows(rows), size), block))
         return Evaluated(*(torch.cat(column)[: len(inputs)] for column in zip(*parts, strict=True)))
 
     @torch.no_grad()
     def values_as_drawn(self, inputs: Inputs) -> Tensor:
         """`values` in the blocks of `act`."""
-        starts = range(0, len(inputs), ROWS)
-        return torch.cat([self.values(padded(inputs.rows(slice(n, n + ROWS)))) for n in starts])[
-            : len(inputs)
-        ]
+        size = self.config.rows
+        blocks = [inputs.rows(slice(n, n + size)) for n in range(0, len(inputs), size)]
+        return torch.cat([self.values(padded(block, size)) for block in blocks])[: len(inputs)]
 
     @property
     def device(self) -> torch.device:
@@ -239,17 +239,17 @@ def check_fits(made_for: RobotSpec, spec: RobotSpec, name: str) -> None:
             )
 
 
-def padded(inputs: Inputs) -> Inputs:
-    if len(inputs) == ROWS:
+def padded(inputs: Inputs, size: int) -> Inputs:
+    if len(inputs) == size:
         return inputs
     return Inputs(
-        states_BS=padded_rows(inputs.states_BS),
-        words_BW=padded_rows(inputs.words_BW),
-        images={name: padded_rows(image) for name, image in inputs.images.items()},
+        states_BS=padded_rows(inputs.states_BS, size),
+        words_BW=padded_rows(inputs.words_BW, size),
+        images={name: padded_rows(image, size) for name, image in inputs.images.items()},
     )
 
 
-def padded_rows(rows: Tensor) -> Tensor:
-    """To ROWS of them, with the last one again."""
-    missing = ROWS - len(rows)
+def padded_rows(rows: Tensor, size: int) -> Tensor:
+    """To so many of them, with the last one again."""
+    missing = size - len(rows)
     return rows if missing == 0 else torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])

@@ -15,7 +15,7 @@ M token of the pack, Q query token of this rank, H query head, G key/value head,
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,22 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rill.errors import UnsupportedError
+from rill.models.eager import ScoreRule
 from rill.models.train.packed_layout import PackedLayout, PaddedGroup
 
 ATTENTION_NAME = "rill_packed"
 _TRITON_WIDTHS = (32, 64, 128)
 """Head widths of rill.models.ops.triton_segments; others take FlashAttention's kernel."""
-
-
-class _Scores(NamedTuple):
-    """How one layer turns products of queries and keys into probabilities."""
-
-    scaling: float | None
-    sliding_window: int | None
-    softcap: float | None = None
-    """c tanh(score / c) takes the place of each score."""
-    sinks_H: Tensor | None = None
-    """A learnt score for each head that takes its part of the probability and has no value."""
 
 
 def packed_attention(
@@ -47,33 +37,29 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
-    scaling: float | None = None,
     dropout: float = 0.0,
     packed: PackedLayout | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """[1, H, Q, E] queries → [1, Q, H, E]. The signature is transformers' attention interface; s_aux are sinks.
-
-    Other arguments change nothing: rill.models.eager has seen them when the model was loaded.
-    """
+    """[1, H, Q, E] queries → [1, Q, H, E]. The signature is transformers' attention interface."""
     if packed is None:
         raise UnsupportedError("the model's layers do not hand their arguments down to attention")
     if dropout:
         raise UnsupportedError("packed attention has no dropout: a policy is trained as it samples")
     if packed.context_group is not None:
         key, value = gather_row(key, value, packed.context_group)
+    rule = ScoreRule.of(key, **arguments)
     if packed.groups:
-        return _attend(query, key, value, packed, _Scores(scaling, sliding_window, softcap, s_aux)), None
-    assert softcap is None and s_aux is None, "a model of changes_scores() takes layouts without use_flash"
+        return _attend(query, key, value, packed, rule), None
+    assert not rule.softcap and rule.sinks_H is None, (
+        "a model of changes_scores() takes layouts without use_flash"
+    )
     width = value.shape[-1]
     if (
         width < key.shape[-1]
     ):  # narrower than keys, as in multi-head latent attention; the kernels know one width
         value = functional.pad(value, (0, key.shape[-1] - width))
-    return _flash_attention(query, key, value, packed, scaling, sliding_window)[..., :width], None
+    return _flash_attention(query, key, value, packed, rule)[..., :width], None
 
 
 def changes_scores(model: nn.Module) -> bool:
@@ -94,12 +80,7 @@ def register() -> None:
 
 
 def _flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedLayout,
-    scaling: float | None,
-    sliding_window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, rule: ScoreRule
 ) -> Tensor:
     query_QHE, key_MGE, value_MGE = (x[0].transpose(0, 1) for x in (query, key, value))
     if packed.key_index is not None:
@@ -113,8 +94,8 @@ def _flash_attention(
             value_MGE,
             packed.query_tiles,
             packed.key_tiles,
-            width**-0.5 if scaling is None else scaling,
-            sliding_window or 0,
+            rule.scale,
+            rule.window,
         )[0]
         return out_QHE[None]
     # The kernel aligns the causal mask to the bottom right: the last query of a segment sees its last key.
@@ -129,9 +110,9 @@ def _flash_attention(
         0.0,
         True,
         False,
-        scale=scaling,
-        window_size_left=None if sliding_window is None else sliding_window - 1,
-        window_size_right=None if sliding_window is None else 0,
+        scale=rule.scale,
+        window_size_left=rule.window - 1 if rule.window else None,
+        window_size_right=0 if rule.window else None,
     )[0]
     return out_QHE[None]
 
@@ -146,13 +127,9 @@ def compile_layer(layer: nn.Module) -> None:
 
 
 def _padded_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedLayout,
-    scores: _Scores,
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, rule: ScoreRule
 ) -> Tensor:
-    dtype, sliding_window = query.dtype, scores.sliding_window
+    dtype = query.dtype
     if query.device.type == "cpu" and dtype == torch.bfloat16:
         # torch's CPU kernel has a backward pass in bfloat16 that takes many times that in float32.
         query, key, value = query.float(), key.float(), value.float()
@@ -165,15 +142,15 @@ def _padded_attention(
         if group.keys is not None:
             k, v = key_MGE[group.keys].transpose(1, 2), value_MGE[group.keys].transpose(1, 2)
         mask = group.mask
-        if sliding_window is not None and k.shape[2] > sliding_window:
-            mask = _windowed(mask, q.shape[2], k.shape[2], sliding_window, q.device)
+        if rule.window and k.shape[2] > rule.window:
+            mask = _windowed(mask, q.shape[2], k.shape[2], rule.window, q.device)
         k, v = _repeat_heads(k, num_repeats), _repeat_heads(v, num_repeats)
-        if scores.softcap is None and scores.sinks_H is None:
+        if not rule.softcap and rule.sinks_H is None:
             out_bHqE = functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scaling
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=rule.scale
             )
         else:
-            out_bHqE = _written_out(q, k, v, mask, scores)
+            out_bHqE = _written_out(q, k, v, mask, rule)
         out = out_bHqE.transpose(1, 2).flatten(0, 1)
         pieces.append(out if group.contiguous is not None else out.index_select(0, group.flat))
         rows.append(group.rows)
@@ -185,18 +162,17 @@ def _padded_attention(
 
 
 def _written_out(
-    q_bHqE: Tensor, k_bHkE: Tensor, v_bHkE: Tensor, mask: Tensor | None, scores: _Scores
+    q_bHqE: Tensor, k_bHkE: Tensor, v_bHkE: Tensor, mask: Tensor | None, rule: ScoreRule
 ) -> Tensor:
     """Attention with capped scores and sinks, softmax in float32; holds [b, H, q, k]."""
-    scaling = q_bHqE.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
-    score_bHqk = (q_bHqE @ k_bHkE.transpose(2, 3)).float() * scaling
-    if scores.softcap is not None:
-        score_bHqk = torch.tanh(score_bHqk / scores.softcap) * scores.softcap
+    score_bHqk = (q_bHqE @ k_bHkE.transpose(2, 3)).float() * rule.scale
+    if rule.softcap:
+        score_bHqk = torch.tanh(score_bHqk / rule.softcap) * rule.softcap
     if mask is None:
         mask = torch.ones(score_bHqk.shape[2:], dtype=torch.bool, device=score_bHqk.device).tril()
     score_bHqk = score_bHqk.masked_fill(~mask, -math.inf)
-    if scores.sinks_H is not None:
-        sink_bHq1 = scores.sinks_H.float()[None, :, None, None].expand(*score_bHqk.shape[:3], 1)
+    if rule.sinks_H is not None:
+        sink_bHq1 = rule.sinks_H.float()[None, :, None, None].expand(*score_bHqk.shape[:3], 1)
         score_bHqk = torch.cat((score_bHqk, sink_bHq1), dim=-1)
     share_bHqk = score_bHqk.softmax(-1)[..., : k_bHkE.shape[2]]
     return share_bHqk.to(v_bHkE.dtype) @ v_bHkE

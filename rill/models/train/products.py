@@ -12,6 +12,7 @@ good as one. On CUDA nothing is replaced: its products are summed in float32 by 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -37,11 +38,24 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return (a.float() @ b.float()).to(a.dtype) if is_coarse(a) else a @ b
 
 
-def linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None, sums: GradientSums | None = None) -> Tensor:
-    """x Wᵀ + b, with exact gradients; the weight's goes into `sums` where that has a place for it."""
+Held = Callable[[Tensor], Tensor]
+"""A weight as an engine will hold it, with fewer bits."""
+
+
+def linear(
+    x: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None,
+    sums: GradientSums | None = None,
+    held: Held | None = None,
+) -> Tensor:
+    """x Wᵀ + b, with exact gradients; the weight's goes into `sums` where that has a place for it. `held`: computed
+    with held(W), and the gradient is W's as if it were that (straight through)."""
     if not is_coarse(x):
+        if held is not None:  # zero is added, for its gradient
+            weight_OK = held(weight_OK.detach()) + (weight_OK - weight_OK.detach())
         return functional.linear(x, weight_OK, bias_O)
-    return _Linear.apply(x, weight_OK, bias_O, sums)  # type: ignore[no-any-return,no-untyped-call]
+    return _Linear.apply(x, weight_OK, bias_O, sums, held)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def weight_gradient(
@@ -60,6 +74,16 @@ def hand_over(total_OK: Tensor, weight_OK: Tensor, sums: GradientSums | None) ->
     return None
 
 
+def multiply_as_held(layers: Iterable[nn.Module], held: Held, sums: GradientSums | None = None) -> None:
+    """Quantisation-aware training: the linear layers of these compute with what an engine holds of their weights."""
+    for layer in layers:
+        linears: list[Any] = [m for m in layer.modules() if type(m) is nn.Linear]
+        for module in linears:
+            module.forward = functools.wraps(type(module).forward.__get__(module))(
+                _Forward(module, sums, held)
+            )
+
+
 def sum_in_float32(model: nn.Module, sums: GradientSums | None = None) -> None:
     """Replace the forward of `model`'s linear layers; in float32 they go on as before."""
     for module in model.modules():
@@ -69,21 +93,27 @@ def sum_in_float32(model: nn.Module, sums: GradientSums | None = None) -> None:
 
 
 class _Forward:
-    def __init__(self, module: nn.Linear, sums: GradientSums | None) -> None:
-        self._module, self._sums = module, sums
+    def __init__(self, module: nn.Linear, sums: GradientSums | None, held: Held | None = None) -> None:
+        self._module, self._sums, self._held = module, sums, held
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self._module.weight, self._module.bias, self._sums)
+        return linear(x, self._module.weight, self._module.bias, self._sums, self._held)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: GradientSums | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sums: GradientSums | None,
+        held: Held | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # Checkpointing gives back other tensors than were saved, and sums are found by the weight itself.
-        ctx.weight, ctx.sums = weight, sums
+        ctx.weight, ctx.sums, ctx.held = weight, sums, held
+        weight = weight if held is None else held(weight)
         out = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
         return out.to(x.dtype)
 
@@ -91,8 +121,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_x = product(grad, weight).view(x.shape) if needs_x else None
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        held = weight if ctx.held is None else ctx.held(weight)
+        grad_x = product(grad, held).view(x.shape) if needs_x else None
         grad_weight = weight_gradient(grad, x.flatten(0, -2), ctx.weight, ctx.sums) if needs_weight else None
         grad_bias = grad.float().sum(0).to(grad.dtype) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None

@@ -49,8 +49,6 @@ class Consumer:
         self._num_given = 0
         self._refilled_s = 0.0
         self._touched_s = 0.0
-        self._taken: dict[int, Lease] = {}
-        """What `take` gave last, by thread: the next take finishes it."""
         self._released: deque[int] = deque()
         self._dropped: deque[tuple[list[int], list[Puts]]] = deque()
         self._released_s = 0.0
@@ -96,16 +94,6 @@ class Consumer:
             elif asked.exception() is None:
                 self._return_grant(asked.result())
             raise
-
-    def replace_taken(self, lease: Lease | None) -> None:
-        """`take` finishes what it gave this thread before."""
-        thread = threading.get_ident()
-        with self._lock:
-            before = self._taken.pop(thread, None)
-            if lease is not None:
-                self._taken[thread] = lease
-        if before is not None:
-            before.finish()
 
     def _next_ahead(self, take: Take) -> list[Item] | None:
         """From what is here already. Only loops read ahead; whoever else takes gives it back first."""
@@ -153,10 +141,8 @@ class Consumer:
         device = self._context.torch_device
         if item.ref is not None:
             return self._context.store.read(item.ref, lambda: self._release(item.id), device=device)
-        if isinstance(item.inline, bytes):
-            return decode(item.inline, (), device=device)
         assert item.inline is not None
-        return decode(item.inline[0], [bytearray(part) for part in item.inline[1:]], device=device)
+        return decode(item.inline, (), device=device)
 
     def _return_grant(self, grant: Grant) -> None:
         if grant.items:

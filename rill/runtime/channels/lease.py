@@ -176,6 +176,14 @@ _held: dict[int, list[Lease]] = {}
 """Open leases by the thread that took them."""
 
 
+def finish_taken(consumer: Consumer) -> None:
+    """This thread takes again: what `take` gave it before of this channel is done, though not what its loops have."""
+    looped = _joined.get()
+    for lease in list(_held.get(threading.get_ident(), ())):
+        if lease._consumer is consumer and lease not in looped:
+            lease.finish()
+
+
 def end_call(error: BaseException | None) -> None:
     """This thread's call has ended: what its loops and takes had is done, or, after an exception, somebody else's."""
     for lease in reversed(_held.pop(threading.get_ident(), ())):

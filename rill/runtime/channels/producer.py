@@ -21,14 +21,14 @@ from rill.runtime.hub.client import ANSWER_S, Asked, as_error
 from rill.runtime.hub.messages import Cancel, Commit, Done, Item, Puts
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
-from rill.runtime.transfer.wire import encode
+from rill.runtime.transfer.wire import RAW_MIN_BYTES, encode
 
 if TYPE_CHECKING:
     from rill.runtime.channels.recorder import Recorder
     from rill.runtime.context import RuntimeContext
 
-INLINE_BYTES = 4096
-"""Payloads up to this size ride in the descriptor."""
+INLINE_BYTES = RAW_MIN_BYTES
+"""Payloads up to this size ride in the descriptor: nothing of them has left the header."""
 
 
 class Producer:
@@ -53,10 +53,7 @@ class Producer:
             limit_s = self.timeout_s if timeout_s is None else timeout_s
             ref = self._context.store.write(encoded, limit_s)
             return Item(float(weight), key, num_bytes, None, ref)
-        inline: bytes | list[bytes] = encoded.header
-        if encoded.buffers:
-            inline = [encoded.header, *(bytes(buffer) for buffer in encoded.buffers)]
-        return Item(float(weight), key, num_bytes, inline, None)
+        return Item(float(weight), key, num_bytes, encoded.header, None)
 
     def put(self, items: list[Item], timeout_s: float | None) -> None:
         """Into the lease that is worked on here, or to the broker."""

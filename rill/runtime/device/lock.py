@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 from rill.errors import RunError
 from rill.runtime.context import RuntimeContext, current
 from rill.runtime.hub.messages import Acquire, Evict, Evicted
-from rill.runtime.process.report import stuck, waiting
+from rill.runtime.process.report import stuck
+from rill.runtime.process.waits import waiting
 from rill.telemetry import trace
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ Waits are served in the order they came; one that cannot be met yet (for keys, o
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from rill.runtime.hub.messages import (
     Take,
 )
 from rill.runtime.hub.service import ServiceError, group_of, name_of
-from rill.runtime.transfer.segments import Ref
+from rill.runtime.transfer.segments import Ref, owner_of
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
@@ -352,7 +352,7 @@ class Ledger:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._free: dict[str, list[tuple[str, int]]] = {}
-        self._orphans: dict[str, int] = {}
+        self._orphans: Counter[str] = Counter()
         """Store segments of dead processes -> how many items still lie in them."""
 
     def free(self, ref: Ref | None) -> None:
@@ -365,7 +365,7 @@ class Ledger:
             self._orphans[ref.segment] -= 1
             if self._orphans[ref.segment] == 0:
                 del self._orphans[ref.segment]
-                self._unlink(ref.segment)
+                self._unlink(ref.owner)
 
     def tell(self) -> None:
         """At the end of an event: one message per owner of freed memory."""
@@ -377,15 +377,12 @@ class Ledger:
     def end_owner(self, client: str, refs: Iterable[Ref | None]) -> None:
         """Memory that outlives its process: count what still lies there, delete the rest."""
         self._free.pop(client, None)
-        kept: dict[str, int] = {}
-        for ref in refs:
-            if ref is not None and ref.owner == client:
-                kept[ref.segment] = kept.get(ref.segment, 0) + 1
-        self._orphans.update(kept)
-        self._unlink([client, sorted(kept)])
+        self._orphans.update(ref.segment for ref in refs if ref is not None and ref.owner == client)
+        self._unlink(client)
 
-    def _unlink(self, order: Any) -> None:
-        """A file's name, or [dead owner, files to keep]: for the hub's own node and every node's store server."""
+    def _unlink(self, owner: str) -> None:
+        """For the hub's own node and every node's store server."""
+        order = (owner, sorted(segment for segment in self._orphans if owner_of(segment) == owner))
         self._machine.unlinks.append(order)
         for member, info in self._machine.membership.members.items():
             if info.get("serves_store"):

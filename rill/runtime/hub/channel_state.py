@@ -230,10 +230,8 @@ class ChannelState:
     # --- what can be seen of it ---------------------------------------------------------------------------
 
     def epoch_of(self, consumer: str, seen_at: int) -> int:
-        """The epoch that a consumer is in; one that has taken nothing yet begins after those that were over when it
-        came, at the event `seen_at`."""
-        epoch = self.consumer_epoch.get(consumer)
-        return bisect_right(self.drained_at, seen_at) if epoch is None else epoch
+        """The epoch that a consumer is in: not before those that were over when it came, at the event `seen_at`."""
+        return max(self.consumer_epoch.get(consumer, 0), bisect_right(self.drained_at, seen_at))
 
     def producing_groups(self) -> set[str]:
         return {group_of(producer) for producer in self.producers}

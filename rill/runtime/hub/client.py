@@ -10,7 +10,6 @@ everything from there on again. Silence is broken by a ping while anything is ou
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -142,16 +141,13 @@ class HubClient:
         self._is_awake = False
         self._is_closing = False
         self._ended_reason = self._abandoned = ""
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._wake_up = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"rill-hub-{identity}", daemon=True)
         self.submit("registry.join", None)
 
     def start(self) -> Self:
         """Begin to send and to hear, once everybody listens: the hub tells a newcomer who has died before it came."""
         self._thread.start()
-        atexit.register(self.close)
         return self
 
     # --- requests -----------------------------------------------------------------------------------------
@@ -250,7 +246,6 @@ class HubClient:
         """Send what is queued, leave the run, end the thread. Bounded: a dead hub costs a second."""
         if self._is_closing:
             return
-        atexit.unregister(self.close)
         if not self._ended_reason:
             self.submit("registry.leave", None)
         self._is_closing = True
@@ -265,8 +260,8 @@ class HubClient:
         # The io thread itself is awake, and sends last.
         if not self._is_awake and threading.get_ident() != self._thread.ident:
             self._is_awake = True
-            with contextlib.suppress(OSError):  # the pipe is full of wake-ups, or the client is closed
-                os.write(self._wake_write, b"\0")
+            with contextlib.suppress(OSError):  # the client is closed
+                os.eventfd_write(self._wake_up, 1)
 
     def _run(self) -> None:
         context = zmq.Context()
@@ -281,14 +276,14 @@ class HubClient:
         socket.connect(self.endpoint)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._wake_up, zmq.POLLIN)
         last_heard_s = last_sent_s = time.monotonic()
         wait_s = 0.0
         close_by_s = float("inf")
         while True:
             ready = dict(poller.poll(int(1000 * wait_s + 0.5)))
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
+            if self._wake_up in ready:
+                os.eventfd_read(self._wake_up)
                 self._is_awake = False
             if socket in ready:
                 self._receive(socket)
@@ -317,8 +312,7 @@ class HubClient:
         self._is_awake = True  # finalizers that come later wake nobody
         socket.close()
         context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        os.close(self._wake_up)
 
     def _send(self, socket: zmq.Socket[bytes]) -> bool:
         has_sent = False

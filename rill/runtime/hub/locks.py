@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LINGER_S = 0.1
 """How long a turn that all have left waits for ranks that have not been in: a switch for a late rank costs more."""
+MAX_OWED = 8
+"""Blocks that single ranks have alone (one publishes for all) add up, and must not hold others up for long."""
 
 
 class TurnState(StrEnum):
@@ -56,8 +58,8 @@ class Turn:
     state: TurnState = TurnState.WAITING
     is_resumed: bool = False
     """A rank of it has its data in hand already, because it lent the devices while it waited, or needs none."""
-    asked: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """client -> (seq, since): waiting to be let in."""
+    asked: dict[str, tuple[int, float, frozenset[int]]] = field(default_factory=dict)
+    """client -> (seq, since, its devices): waiting to be let in."""
     inside: set[str] = field(default_factory=set)
     entered: Counter[str] = field(default_factory=Counter)
     """How often each rank has been in, by name."""
@@ -78,6 +80,8 @@ class LockService:
         self._evicting: dict[str, int] = {}
         """client -> number of the eviction that it has not answered."""
         self._fits: list[frozenset[str]] = []
+        self._owed: Counter[str] = Counter()
+        """Name of a rank -> how often it has been in less than its peers, over the turns that have ended."""
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -87,12 +91,13 @@ class LockService:
         turn = self._find_turn(group, client, asked.is_resumed)
         if turn is None:
             # A rank that comes again awaits nobody: its group's last turn is over.
-            self._turns = [t for t in self._turns if t.group != group or t.linger_until_s is None]
+            for over in [t for t in self._turns if t.group == group and t.linger_until_s is not None]:
+                self._end(over)
             turn = Turn(self._next_turn, group, frozenset(asked.devices), tuple(asked.channels))
             self._next_turn += 1
             self._turns.append(turn)
         turn.is_resumed = turn.is_resumed or asked.is_resumed
-        turn.asked[client] = (seq, self._machine.now_s)
+        turn.asked[client] = (seq, self._machine.now_s, frozenset(asked.devices))
         if turn.state == TurnState.HELD:
             self._let_in(turn)
         self.advance()
@@ -101,15 +106,19 @@ class LockService:
         """The group's turn that this rank can join: one that waits, or one that others of the group are in.
 
         A rank that lent its part may go back into a turn that others of its group have kept; one that left it may
-        come again while no other group waits for the devices, and as often as any of its group has: that one may
-        stand in a collective and wait for it.
+        come again while no other group waits for the devices, and as often as any of its group has, in this turn and
+        those before: that one may stand in a collective and wait for it.
         """
+        name = name_of(client)
         for turn in self._turns:
             if turn.group != group:
                 continue
             if turn.inside and (is_resumed or not (turn.lending or self._is_wanted(turn))):
                 return turn
-            if turn.entered[name_of(client)] < max(turn.entered.values(), default=1) and not turn.lending:
+            if turn.entered[name] < max(turn.entered.values(), default=1) and not turn.lending:
+                return turn
+            if turn.inside and self._owed[name] and not turn.lending:
+                self._owed[name] -= 1
                 return turn
         return None
 
@@ -168,7 +177,7 @@ class LockService:
     def tick(self) -> None:
         for turn in list(self._turns):
             if turn.linger_until_s is not None and turn.linger_until_s <= self._machine.now_s:
-                self._turns.remove(turn)
+                self._end(turn)
         self.advance()
 
     def channels_changed(self) -> None:
@@ -184,6 +193,7 @@ class LockService:
             self._leave(turn, client)
             self._end_if_empty(turn)
             turn.entered.pop(name_of(client), None)  # relaunched, it joins its group's turn again
+        self._owed.pop(name_of(client), None)
         self.advance()
 
     # --- whose turn it is ---------------------------------------------------------------------------------
@@ -203,10 +213,12 @@ class LockService:
                 for client in self._residents_in_the_way(turn):
                     if client not in self._evicting and client not in inside:
                         self._evict(client, 0)
-        membership = self._machine.membership
-        waiting = [t for t in self._turns if t.state == TurnState.WAITING and membership.is_seated(t.group)]
-        for turn in waiting:
-            turn.devices |= membership.devices_of(turn.group)
+        waiting = []
+        for turn in self._turns:
+            needed = self._machine.membership.devices_of(turn.group)
+            if turn.state == TurnState.WAITING and needed is not None:
+                turn.devices |= needed
+                waiting.append(turn)
         for wanted in (Readiness.READY, Readiness.UNKNOWN):
             reserved: list[Turn] = []
             for turn in waiting:
@@ -227,13 +239,12 @@ class LockService:
         self._machine.push(client, "evict", Evict(self._evicting[client], turn_id))
 
     def _let_in(self, turn: Turn) -> None:
-        for client, (seq, _) in turn.asked.items():
+        for client, (seq, _, devices) in turn.asked.items():
             turn.inside.add(client)
             turn.entered[name_of(client)] += 1
             turn.linger_until_s = None
             self._evicting.pop(client, None)
-            told = self._machine.membership.members.get(client, {})
-            self._resident[client] = frozenset(told.get("devices", ())) or turn.devices
+            self._resident[client] = devices
             self._machine.reply(client, seq, turn.id)
         turn.asked = {}
 
@@ -249,7 +260,16 @@ class LockService:
         if turn.state == TurnState.HELD and num_missing > 0 and not turn.is_resumed:
             turn.linger_until_s = self._machine.now_s + LINGER_S
         else:
-            self._turns.remove(turn)
+            self._end(turn)
+
+    def _end(self, turn: Turn) -> None:
+        self._turns.remove(turn)
+        names = [f"{turn.group}[{rank}]" for rank in self._machine.membership.ranks(turn.group)]
+        most = max(turn.entered.values(), default=0)
+        owed = {name: self._owed[name] + most - turn.entered[name] for name in names}
+        least = min(owed.values())
+        for name in names:
+            self._owed[name] = min(MAX_OWED, owed[name] - least)
 
     def _ask_to_lend(self, holder: Turn, wanting: Turn) -> None:
         """The holder's ranks all wait on a channel that the other group works on: it cannot go on without it."""
@@ -348,7 +368,7 @@ class LockService:
             "devices": sorted(turn.devices),
             "channels": list(turn.channels),
             "inside": sorted(name_of(client) for client in turn.inside),
-            "waiting": {client: since_s for client, (_, since_s) in turn.asked.items()},
+            "waiting": {client: since_s for client, (_, since_s, _) in turn.asked.items()},
             "behind": [t.group for t in self._holders(turn)] if turn.state == TurnState.WAITING else [],
             "has_data": self._readiness(turn) is Readiness.READY,
         }

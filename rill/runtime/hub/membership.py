@@ -1,8 +1,8 @@
 """Who is in the run: the hub's registry of processes, what they told about themselves, and their deaths.
 
-A client joins with its first request; a worker then tells its group, rank and devices (`register`). Which ranks a group
-has is the driver's word (`group`); whether a process lives is the agent's, by way of the driver (`died`). Ends are
-pushed to everybody as "peer_died". An address that a process has told can be asked for by its name, and waited for.
+A client joins with its first request and tells its address (`register`), which can be asked for by its name, and waited
+for. Which ranks a group has, and on which devices, is the driver's word (`group`); whether a process lives is the
+agent's, by way of the driver (`died`). Ends are pushed to everybody as "peer_died".
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.address import STORE_GROUP
+from rill.runtime.hub.messages import GroupWord
 from rill.runtime.hub.service import ServiceError, group_of, name_of
 
 if TYPE_CHECKING:
@@ -23,35 +24,29 @@ class Membership:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.members: dict[str, dict[str, Any]] = {}
-        """identity -> what it told: its address, and for a worker its devices."""
+        """identity -> what it told of itself."""
         self.first_seen: dict[str, int] = {}
         """group -> number of the event at which its first process joined; and so for a rank that was added later."""
-        self._seats: dict[str, dict[int, tuple[int, frozenset[int]]]] = {}
-        """group -> rank -> launch and devices, as its ranks told; a rank's seat outlives its process, for the next."""
         self._deaths: dict[str, dict[str, Any]] = {}
         """name -> the note of its death, until the name joins again."""
-        self._groups: dict[str, dict[str, Any]] = {}
-        """group -> the driver's word on it: its ranks, the word's version and the roster that callers read."""
+        self._groups: dict[str, GroupWord] = {}
         self._claim = ("", 0.0)
         self._finding: list[tuple[str, int, str]] = []
         """(client, seq, name) of those who wait for an address, some of them no longer."""
 
     def ranks(self, group: str) -> frozenset[int]:
         """The ids of a group's ranks now, dead ones included; rank 0 when nobody said."""
-        return frozenset(self._groups[group]["ranks"]) if group in self._groups else frozenset((0,))
+        return frozenset(self._groups[group].launches) if group in self._groups else frozenset((0,))
 
     def seen_at(self, name: str) -> int:
         """The event from which on a rank counts: when its group was there, or when it was added to it."""
         return self.first_seen.get(name, self.first_seen.get(group_of(name), 0))
 
-    def is_seated(self, group: str) -> bool:
-        """Whether every rank of a group has told its devices: only then is it known what the group needs."""
-        seats = self._seats.get(group)
-        return seats is None or self.ranks(group) <= seats.keys()
-
-    def devices_of(self, group: str) -> frozenset[int]:
-        seats, ranks = self._seats.get(group, {}), self.ranks(group)
-        return frozenset[int]().union(*(devices for rank, (_, devices) in seats.items() if rank in ranks))
+    def devices_of(self, group: str) -> frozenset[int] | None:
+        """Of all its ranks; None where the driver's word on it has not come yet."""
+        if group not in self._groups:
+            return None
+        return frozenset[int]().union(*self._groups[group].devices.values())
 
     def is_alive(self, client: str) -> bool:
         return client in self.members
@@ -62,14 +57,14 @@ class Membership:
     def on_members(self, client: str, seq: int, payload: None) -> dict[str, dict[str, Any]]:
         return self.members
 
-    def on_group_word(self, client: str, seq: int, group: str) -> dict[str, Any]:
-        """The driver's last word on a group; empty: there was none."""
-        return self._groups.get(group, {})
+    def on_group_word(self, client: str, seq: int, group: str) -> GroupWord | bool:
+        """The driver's last word on a group; false: there was none."""
+        return self._groups.get(group, False)
 
     def on_join(self, client: str, seq: int, payload: None) -> None:
         machine, name, group = self._machine, name_of(client), group_of(client)
         for earlier in [c for c in self.members if name_of(c) == name and c != client]:
-            machine.end_client(earlier, f"replaced by {client}", machine.now_s)
+            machine.end_client(earlier, f"replaced by {client}")
         self._deaths.pop(name, None)
         for note in self._deaths.values():
             machine.push(client, "peer_died", note)
@@ -80,11 +75,6 @@ class Membership:
 
     def on_register(self, client: str, seq: int, info: dict[str, Any]) -> bool:
         self.members.setdefault(client, {}).update(info)
-        if "devices" in info:
-            rank, _, launch = client.rpartition("[")[2].partition("]#")
-            seat = (int(launch), frozenset(info["devices"]))
-            self._seats.setdefault(group_of(client), {})[int(rank)] = seat
-            self._machine.locks.advance()
         if "address" in info:
             found = [wait for wait in self._finding if wait[2] == name_of(client)]
             for waiter, waiter_seq, _ in found:
@@ -93,44 +83,46 @@ class Membership:
         return True
 
     def on_find(self, client: str, seq: int, name: str) -> Any:
-        """The address of the process of this name; answered when there is one, refused where the last one has ended."""
+        """The address of the process of this name; answered when there is one, refused where the last one has ended and
+        the driver has not said that there will be another (a group that moves)."""
         for member, info in self.members.items():
             if "address" in info and name_of(member) == name:
                 return info["address"]
-        if name in self._deaths:
+        if name in self._deaths and not self._will_start_again(self._deaths[name]["identity"]):
             raise ServiceError("PeerDiedError", f"{name} is gone: {self._deaths[name]['reason']}")
         self._finding.append((client, seq, name))
         return None
 
-    def on_group(self, client: str, seq: int, word: dict[str, Any]) -> bool:
-        """The driver's word: {group, version, ranks, launches, roster}. The devices of launches before these do not
-        count any more. The roster is kept for callers. A group without ranks is closed."""
-        group = word["group"]
-        self._groups[group] = word
-        if not word["ranks"]:
-            del self._groups[group]
-        first = dict(zip(word["ranks"], word["launches"], strict=True))
-        seats = self._seats.get(group, {})
-        self._seats[group] = {r: seat for r, seat in seats.items() if seat[0] >= first.get(r, 0)}
-        change = {"group": group, "version": word["version"], "ranks": word["ranks"]}
+    def _will_start_again(self, ended: str) -> bool:
+        rank, _, launch = ended.rpartition("[")[2].partition("]#")
+        word = self._groups.get(group_of(ended))
+        return word is not None and word.launches.get(int(rank), 0) > int(launch)
+
+    def on_group(self, client: str, seq: int, word: GroupWord) -> bool:
+        before = self._groups.get(word.group)
+        self._groups[word.group] = word
+        if before is not None:
+            present = {name_of(one) for one in self.members}
+            grown = {f"{word.group}[{rank}]" for rank in word.launches if rank not in before.launches}
+            # It moved to more devices: a rank of that name may have been there before, and gone.
+            self.first_seen |= dict.fromkeys(grown - present, self._machine.num_events)
+        if not word.launches:
+            del self._groups[word.group]
+            for name in [one for one in self.first_seen if group_of(one) == word.group]:
+                del self.first_seen[name]
         for other in list(self._machine.streams):
             if other != client:
-                self._machine.push(other, "group_changed", change)
+                self._machine.push(other, "group_changed", [word.group, word.version])
         self._machine.locks.advance()
         self._machine.broker.members_changed()
         return True
 
     def on_leave(self, client: str, seq: int, payload: None) -> None:
-        self._machine.end_client(client, LEFT, self._machine.now_s)
+        self._machine.end_client(client, LEFT)
 
     def on_died(self, client: str, seq: int, payload: tuple[str, str]) -> None:
-        """A supervisor's word: [identity or name, reason]. It may have died before it joined."""
-        who, reason = payload
-        dead = [c for c in self.members if who in (c, name_of(c))]
-        if not dead and name_of(who) != who:
-            dead = [who]
-        for member in dead:
-            self._machine.end_client(member, reason, self._machine.now_s)
+        """A supervisor's word: [identity, reason]. It may have died before it joined."""
+        self._machine.end_client(*payload)
 
     def on_claim_report(self, client: str, seq: int, payload: tuple[str, float]) -> str:
         """[path, seconds]: empty for the first who asks; for so long, others get the first one's path."""

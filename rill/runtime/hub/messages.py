@@ -3,7 +3,8 @@
     process ──▶ Requests (numbered, journaled) · Ping
     process ◀── Output (numbered replies and pushes) · Gap (send again from here) · Expelled
 
-Below these, what requests say of channels and devices. Those of the registry are plain values (membership.py).
+Below these, what requests say of groups, channels and devices. What else the registry hears are plain values
+(membership.py).
 """
 
 from __future__ import annotations
@@ -67,6 +68,22 @@ ToHub = Requests | Ping
 FromHub = Output | Gap | Expelled
 
 
+# --- groups -----------------------------------------------------------------------------------------------
+
+
+class GroupWord(_Message):
+    """The driver's word on a group: who is in it, on what, and whom a call to it reaches."""
+
+    group: str
+    version: int
+    launches: dict[int, int]
+    """Rank -> the number of its launch; none: the group is closed."""
+    devices: dict[int, list[int]]
+    """Rank -> the ids of its devices."""
+    roster: bytes
+    """For callers: a pickled Roster."""
+
+
 # --- channels ---------------------------------------------------------------------------------------------
 
 
@@ -83,7 +100,7 @@ class Item(_Message):
     weight: float
     key: Any
     num_bytes: int
-    inline: bytes | list[bytes] | None
+    inline: bytes | None
     ref: Ref | None
     id: int = 0
     """In its channel, from 1: the broker's."""

@@ -128,8 +128,8 @@ class Hub:
 
     def _unlink(self) -> None:
         orders, self._machine.unlinks = self._machine.unlinks, []
-        for order in orders:
-            unlink(self._shm_dir, order)
+        for owner, kept in orders:
+            unlink(self._shm_dir, owner, kept)
 
 
 def main(start: bytes) -> None:

@@ -56,8 +56,8 @@ class Machine:
     def _open(self) -> None:
         self.touched: set[str] = set()
         """Clients with new output; the hub empties it when it sends."""
-        self.unlinks: list[Any] = []
-        """Store files of dead processes that nothing refers to (store.py, `unlink`); the hub deletes them."""
+        self.unlinks: list[tuple[str, list[str]]] = []
+        """(a dead process, its segments that are still needed): the hub deletes the others (segments.py)."""
         self.has_moved_items = False
         """Whether the event being applied changed a channel; the locks look at it at its end."""
         self._handlers: dict[str, Handler] = {
@@ -116,11 +116,10 @@ class Machine:
                 break
         self._settle()
 
-    def end_client(self, client: str, reason: str, now_s: float) -> None:
+    def end_client(self, client: str, reason: str) -> None:
         """The process behind `client` is gone: every service takes back what it held."""
         if client in self.ended:
             return
-        self.now_s = now_s
         self.num_events += 1
         self.ended.add(client)
         self.streams.pop(client, None)

@@ -1,10 +1,10 @@
 """The agent of one node: the process that starts, watches and ends every other process of a session there.
 
-    driver ──socketpair──▶ agent ──fork, exec──▶ hub, workers …
-           ◀──exit events──      ◀──SIGCHLD────
+    driver ──pipe──▶ agent ──fork, exec──▶ hub, workers …
+           ◀─exit events       ◀──SIGCHLD────
 
 Started by `LocalNode`, here or inside a Ray actor. One single-threaded loop. Guarantees:
-- When the driver's end of the socket closes, or the driver is gone (kill -9 included), every process of the session is
+- When the driver's end of the pipe closes, or the driver is gone (kill -9 included), every process of the session is
   killed, with all that it started, and the session's folders are removed.
 - When the agent itself is killed, the kernel kills its children (PR_SET_PDEATHSIG). A child's process group ends with
   the child; what escapes from it is adopted (PR_SET_CHILD_SUBREAPER) and ends with the session.
@@ -22,18 +22,16 @@ import ctypes
 import gc
 import importlib
 import os
-import pickle
 import resource
-import select
 import signal
-import socket
-import struct
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 from rill.runtime.process.session import hold_session, remove_session
 from rill.runtime.process.threads import loading_for_workers
@@ -71,10 +69,8 @@ def bootstrap(entry: str, argument: str, sys_path: list[str]) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-# --- what driver and agent say to each other, over a socketpair -----------------------------------------------
+# --- what driver and agent say to each other, over a pipe -----------------------------------------------------
 # The first request is an AgentSpec. Then: a Start; a key, to kill that process and its group; None, to end the session.
-
-_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,31 +111,6 @@ class AgentSpec:
     preload: tuple[str, ...] = ()
 
 
-def send_message(sock: socket.socket, message: object) -> None:
-    """One length-prefixed pickle. Both ends are ours and on one machine."""
-    data = pickle.dumps(message)
-    sock.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive_message(sock: socket.socket) -> object:
-    """The next message; EOFError when the other end is closed."""
-    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
-    return pickle.loads(_receive_exactly(sock, length))
-
-
-def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < num_bytes:
-        try:
-            part = sock.recv(num_bytes - len(data))
-        except ConnectionResetError:
-            part = b""
-        if not part:
-            raise EOFError("the other end is closed")
-        data += part
-    return bytes(data)
-
-
 # --- the agent --------------------------------------------------------------------------------------------
 
 
@@ -150,7 +121,7 @@ class _Child:
 
 
 class Agent:
-    def __init__(self, spec: AgentSpec, control: socket.socket) -> None:
+    def __init__(self, spec: AgentSpec, control: Connection[Any, Any]) -> None:
         self.spec = spec
         self.control = control
         self.children: dict[int, _Child] = {}
@@ -166,39 +137,27 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._end())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
-        self._import_once([WORKER_MAIN])
+        _import_for_workers([WORKER_MAIN])
         while os.getppid() == self.parent_pid:
-            watched: list[socket.socket | int] = [self.control, self.wake_read]
-            readable, _, _ = select.select(watched, [], [], TICK_S)
+            readable = wait([self.control, self.wake_read], TICK_S)
             if self.wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self.wake_read, 4096)
             self._reap()
             if self.control in readable:
                 try:
-                    request = receive_message(self.control)
-                except EOFError:
+                    request = self.control.recv()
+                except (EOFError, OSError):
                     break
                 if request is None:
                     break
                 self._handle(request)
         self._end()
 
-    def _import_once(self, modules: Sequence[str]) -> None:
-        """For the processes that are forked from here on."""
-        if all(module in sys.modules for module in modules):
-            return
-        with loading_for_workers():
-            for module in modules:
-                importlib.import_module(module)
-        # What is imported now is never garbage: leave its pages untouched, and so shared, in the workers.
-        gc.collect()
-        gc.freeze()
-
-    def _handle(self, request: object) -> None:
+    def _handle(self, request: Start | str) -> None:
         if isinstance(request, Start):
             if not request.restart:  # services need none of it, and workers wait for them
-                self._import_once(self.spec.preload)
+                _import_for_workers(self.spec.preload)
             self._start(request, [])
         else:
             for pid, child in self.children.items():
@@ -267,7 +226,7 @@ class Agent:
             tail, key = _tail(child.request.log_path), child.request.key
             exited = Exited(key=key, pid=pid, exit_code=exit_code, log_tail=tail, is_restarted=restart)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                send_message(self.control, exited)
+                self.control.send(exited)
 
     def _end(self) -> None:
         """Kill every process of the session, remove its folders, exit."""
@@ -288,14 +247,38 @@ class Agent:
 
 
 def main(fd: int) -> None:
-    """Entry of the agent's process; `fd` is its end of the socketpair, the first message its spec."""
-    control = socket.socket(fileno=fd)
-    control.set_inheritable(False)
-    spec = receive_message(control)
+    """Entry of the agent's process; `fd` is its end of the pipe, the first message its spec."""
+    os.set_inheritable(fd, False)
+    control: Connection[Any, Any] = Connection(fd)
+    try:
+        spec = control.recv()
+    except (EOFError, OSError):  # no cluster came of it
+        return
     assert isinstance(spec, AgentSpec)
     allow_many_files()
     with hold_session(Path(spec.session_dir), Path(spec.shm_dir)):
         Agent(spec, control).run()
+
+
+def main_ahead(fd: int, modules: Sequence[str]) -> None:
+    """Entry of an agent's process whose cluster is still to come: what workers need is imported meanwhile."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(Exception):  # boundary: told when a worker is started, which needs it
+        _import_for_workers(modules)
+    _prctl(_PR_SET_PDEATHSIG, 0)
+    main(fd)
+
+
+def _import_for_workers(modules: Sequence[str]) -> None:
+    """Once, for the processes that are forked from here on."""
+    if all(module in sys.modules for module in modules):
+        return
+    with loading_for_workers():
+        for module in modules:
+            importlib.import_module(module)
+    # What is imported now is never garbage: leave its pages untouched, and so shared, in the workers.
+    gc.collect()
+    gc.freeze()
 
 
 def _redirect(log_path: str) -> None:

@@ -1,18 +1,18 @@
 """What a cluster needs from a place to run: nodes to start processes on, and their devices.
 
-`LocalNode` is the node that this process runs on: its agent, started as a child. Requests go to the agent over a
-socketpair; its events come back on the object's reader thread. The Ray backend runs one inside an actor on every node.
+`LocalNode` is the node that this process runs on: its agent, started as a child. Requests go to the agent over a pipe;
+its events come back on the object's reader thread. The Ray backend runs one inside an actor on every node.
 """
 
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Pipe
 from typing import Protocol
 
 from rill.errors import RunError
@@ -25,7 +25,7 @@ from rill.runtime.device.device import (
     local_devices,
     on_node,
 )
-from rill.runtime.process.agent import AgentSpec, Exited, Start, bootstrap, receive_message, send_message
+from rill.runtime.process.agent import AgentSpec, Exited, Start, bootstrap
 from rill.runtime.process.session import Session, open_session
 
 CLOSE_WAIT_S = 10.0
@@ -60,6 +60,39 @@ class NodeClient(Protocol):
         """End every process of the session on this node. Safe to call twice."""
 
 
+class _AgentProcess:
+    """An agent as a child of this process, and this end of their pipe."""
+
+    def __init__(self, entry: str, *arguments: object) -> None:
+        self.control, theirs = Pipe()
+        given = ", ".join(map(repr, (theirs.fileno(), *arguments)))
+        command = bootstrap(f"rill.runtime.process.agent:{entry}", given, list(sys.path))
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+
+
+_ahead: list[_AgentProcess] = []
+"""Agents whose cluster is still to come."""
+
+
+@contextlib.contextmanager
+def agent_ahead(modules: Sequence[str]) -> Iterator[None]:
+    """Start the agent of the next cluster here now: it imports what workers need while this process imports what it
+    needs itself. It ends with the block where no cluster came."""
+    agent = _AgentProcess("main_ahead", tuple(modules))
+    _ahead.append(agent)
+    try:
+        yield
+    finally:
+        if agent in _ahead:
+            _ahead.remove(agent)
+            agent.control.close()
+            agent.process.kill()
+            agent.process.wait()
+
+
 class LocalNode:
     def __init__(
         self, node: Node, session: Session, events: NodeEvents, devices: Sequence[Device] = ()
@@ -71,14 +104,9 @@ class LocalNode:
         self._events = events
         self._lock = threading.Lock()
         self._closing = False
-        self._control, theirs = socket.socketpair()
-        command = bootstrap("rill.runtime.process.agent:main", str(theirs.fileno()), list(sys.path))
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
-        spec = AgentSpec(self.session_dir, self.shm_dir, list(sys.path), events.preload)
-        send_message(self._control, spec)
+        agent = _ahead.pop() if _ahead else _AgentProcess("main")
+        self._control, self._process = agent.control, agent.process
+        self._control.send(AgentSpec(self.session_dir, self.shm_dir, list(sys.path), events.preload))
         self._reader = threading.Thread(target=self._read_events, name="rill-node-events", daemon=True)
         self._reader.start()
 
@@ -107,17 +135,16 @@ class LocalNode:
     def _send(self, request: Start | str | None) -> None:
         with self._lock:
             try:
-                send_message(self._control, request)
+                self._control.send(request)
             except OSError as error:
                 raise RunError(f"the agent of {self.node.node_id} is gone ({error})") from error
 
     def _read_events(self) -> None:
         while True:
             try:
-                event = receive_message(self._control)
+                event: Exited = self._control.recv()
             except (EOFError, OSError):
                 break
-            assert isinstance(event, Exited)
             self._events.on_event(event)
         if not self._closing:
             reason = f"the agent of {self.node.node_id} (pid {self.agent_pid}) is gone"
@@ -137,9 +164,6 @@ class Backend(Protocol):
     def reopen(self, node_id: str) -> NodeClient:
         """Start the agent of a node again after it was lost; RunError where the node is gone for good."""
 
-    def release(self, node_id: str) -> None:
-        """Give up a node whose agent has ended."""
-
     def close(self) -> None:
         """Give back what `open` took, after the nodes are closed."""
 
@@ -154,55 +178,50 @@ class LocalBackend:
     def __init__(
         self,
         devices: DeviceSpec,
-        labels: frozenset[str] = frozenset(),
         *,
         num_nodes: int = 1,
         node_labels: Sequence[Collection[str]] = (),
         elastic: bool = False,
     ) -> None:
-        """`devices` counts per node, or is given by label. `node_labels`: more labels of each node, in their order.
+        """`devices` counts per node, or is given by label. `node_labels`: those of each node, in their order.
         `elastic`: nodes may be added later."""
         own = [*node_labels, *[()] * (num_nodes - len(node_labels))]
-        self._first = [Node(node_id=f"node{n}", labels=labels.union(own[n])) for n in range(num_nodes)]
+        self._first = [Node(node_id=f"node{n}", labels=frozenset(own[n])) for n in range(num_nodes)]
         by_node = devices_of_nodes(devices, self._first)
         self._devices = {node_id: local_devices(wanted) for node_id, wanted in by_node.items()}
         self.is_spread = num_nodes > 1 or elastic
-        self._num_made = num_nodes
         self._nodes: dict[str, tuple[Node, Session]] = {}
+        """All there ever were."""
         self._driver_session: Session | None = None
         self._events: NodeEvents | None = None
 
     def open(self, session: Session, events: NodeEvents) -> Iterator[NodeClient]:
         self._events = events
         self._driver_session = session
-        for n, node in enumerate(self._first):
-            own = session if n == 0 else open_session(f"{session.session_id}-{node.node_id}")
-            yield self._start(node, own, self._devices[node.node_id])
+        for node in self._first:
+            yield self._start(node, self._devices[node.node_id])
 
     def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> NodeClient:
         if not self.is_spread:
             raise RunError("this cluster was opened for one node: others need elastic=True, or Cluster.ray")
-        assert self._driver_session is not None
-        node = Node(node_id=f"node{self._num_made}", host=host or "127.0.0.1", labels=frozenset(labels))
         found = local_devices(devices)
-        self._num_made += 1
-        own = open_session(f"{self._driver_session.session_id}-{node.node_id}")
-        return self._start(node, own, found)
+        node_id = f"node{len(self._nodes)}"
+        return self._start(Node(node_id=node_id, host=host or "127.0.0.1", labels=frozenset(labels)), found)
 
     def reopen(self, node_id: str) -> NodeClient:
-        return self._start(*self._nodes[node_id], ())
-
-    def release(self, node_id: str) -> None:
-        """The folders of the driver's own node are the cluster's to remove."""
-        _, session = self._nodes.pop(node_id)
-        if session is not self._driver_session:
-            session.close()
+        assert self._events is not None
+        return LocalNode(*self._nodes[node_id], self._events)
 
     def close(self) -> None:
-        for node_id in list(self._nodes):
-            self.release(node_id)
+        """The folders of the driver's own node are the cluster's to remove."""
+        for _, session in self._nodes.values():
+            if session is not self._driver_session:
+                session.close()
 
-    def _start(self, node: Node, session: Session, devices: Sequence[Device]) -> NodeClient:
-        assert self._events is not None
+    def _start(self, node: Node, devices: Sequence[Device]) -> NodeClient:
+        session = self._driver_session
+        assert session is not None and self._events is not None
+        if self._nodes:
+            session = open_session(f"{session.session_id}-{node.node_id}")
         self._nodes[node.node_id] = (node, session)
         return LocalNode(node, session, self._events, devices)

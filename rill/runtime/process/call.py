@@ -55,8 +55,8 @@ class Call(msgspec.Struct, array_like=True, gc=False):
     def answer(
         self, context: RuntimeContext, value: object, seconds: float, timers: Mapping[str, float]
     ) -> None:
-        payload = context.parcels.pack(wire.encode(value), [self.identity])
-        self._reply(context, payload, False, seconds, timers)
+        encoded = _NOTHING if value is None else wire.encode(value)
+        self._reply(context, context.parcels.pack(encoded, [self.identity]), False, seconds, timers)
 
     def answer_at_once(self, context: RuntimeContext, value: object = None) -> None:
         """As `answer`, for the runtime's own: waits for nothing, not even for shared memory."""
@@ -70,7 +70,7 @@ class Call(msgspec.Struct, array_like=True, gc=False):
         trace = "".join(traceback.format_exception(error))
         try:
             encoded = wire.encode((text, trace, error))
-            wire.copy_through(error)  # some exceptions pickle but do not unpickle
+            wire.decode(encoded.header, encoded.buffers)  # some exceptions pickle but do not unpickle
         except Exception:  # noqa: BLE001  boundary: user exceptions may fail in any way
             encoded = wire.encode((text, trace, None))
         self._reply(context, pack_inline(encoded), True, seconds, timers)
@@ -185,6 +185,7 @@ class Calls:
             self._pending.pop(call_id, None)
 
 
+_NOTHING = wire.encode(None)
 _NO_ARGUMENTS = wire.encode(((), {}))
 NO_ARGUMENTS = pack_inline(_NO_ARGUMENTS)
 

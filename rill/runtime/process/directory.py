@@ -1,20 +1,21 @@
 """Where the other processes of the run are, as this one knows it: asked once from the hub, dropped at their death.
 
 A process tells the hub its address when it starts; it goes away with the process. Which ranks a group has, and where
-those are that can be called, is the driver's word (`announce`), kept by the hub. The hub pushes every death and every
-change of a group to everybody; whoever waits for a peer registers with `on_death`.
+those are that can be called, is the driver's word (the supervisor's), kept by the hub. The hub pushes every death and
+every change of a group to everybody; whoever waits for a peer registers with `on_death`.
 """
 
 from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import StuckError, UserError
-from rill.runtime.address import WorkerAddress
+from rill.runtime.address import DRIVER_GROUP, WorkerAddress
+from rill.runtime.hub.messages import GroupWord
 from rill.runtime.hub.service import name_of
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 class Directory:
     """Addresses and deaths. Thread-safe."""
 
-    def __init__(self, context: RuntimeContext, *, follows_hub: bool = True) -> None:
-        """The driver does not follow the hub: it hears of deaths from the agents, with the cause."""
+    def __init__(self, context: RuntimeContext) -> None:
         self._context = context
         self._lock = threading.Lock()
         self._known: dict[str, WorkerAddress] = {}
@@ -36,28 +36,9 @@ class Directory:
         self._newest: dict[str, int] = {}
         """group -> the version of the driver's last word on it, as the hub has pushed it."""
         self._listeners: list[Callable[[str, str], None]] = []
-        if follows_hub:
+        if context.address.group != DRIVER_GROUP:  # which hears of deaths from the agents, with the cause
             context.hub.on("peer_died", lambda note: self.report_death(note["identity"], note["reason"]))
-            context.hub.on(
-                "group_changed", lambda told: self._newest.update({told["group"]: told["version"]})
-            )
-
-    def announce(
-        self, group: str, roster: Roster, launches: Mapping[int, int], *, is_awaited: bool = False
-    ) -> None:
-        """The driver's word on a group: the ranks it has, with the number of each one's launch, and whom a call to it
-        reaches. `is_awaited`: whoever asks the hub after the return gets this answer."""
-        word = {
-            "group": group,
-            "version": roster.version,
-            "ranks": list(launches),
-            "launches": list(launches.values()),
-            "roster": pickle.dumps(roster),
-        }
-        if is_awaited:
-            self._context.hub.call("registry.group", word)
-        else:
-            self._context.hub.submit("registry.group", word)
+            context.hub.on("group_changed", lambda told: self._newest.update([told]))
 
     def newest_roster(self, group: str, given: Roster) -> Roster:
         """The later of `given` and what the hub has; the hub is asked only where it has told of something newer, or
@@ -66,10 +47,10 @@ class Directory:
         if roster.version < given.version:
             roster = given
         is_old = self._newest.get(group, 0) > roster.version
-        if is_old or any(address.identity in self.dead for address in roster.addresses):
-            word = self._context.hub.call("registry.group_word", group)
-            if word and word["version"] > roster.version:
-                found: Roster = pickle.loads(word["roster"])
+        if is_old or (self.dead and any(address.identity in self.dead for address in roster.addresses)):
+            word = self._word(group)
+            if word and word.version > roster.version:
+                found: Roster = pickle.loads(word.roster)
                 roster = found if found.addresses else roster  # none: it is about to start elsewhere
         self._rosters[group] = roster
         return roster
@@ -88,15 +69,20 @@ class Directory:
         try:
             found = _as_address(self._context.hub.call("registry.find", name, timeout_s))
         except StuckError as error:
-            word = self._context.hub.call("registry.group_word", group)
-            if word and rank not in word["ranks"]:
-                ranks = ", ".join(map(str, word["ranks"]))
+            word = self._word(group)
+            if word and rank not in word.launches:
+                ranks = ", ".join(map(str, word.launches))
                 raise UserError(f"{group} has ranks {ranks}: there is no {name}") from error
             raise StuckError(f"{self._context.address.name}: no worker {name} came up") from error
         with self._lock:
             if found.identity not in self.dead:
                 self._known[name] = found
         return found
+
+    def _word(self, group: str) -> GroupWord | None:
+        """The driver's last word on a group, if there was one."""
+        word: GroupWord | bool = self._context.hub.call("registry.group_word", group, answer=GroupWord | bool)
+        return word if isinstance(word, GroupWord) else None
 
     def on_death(self, listener: Callable[[str, str], None]) -> None:
         self._listeners.append(listener)

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import msgspec
 import zmq
 
-from rill.errors import RunError
 from rill.runtime.process.ack import Incoming, Letter, Outgoing
 from rill.runtime.process.session_key import SessionKey
 
@@ -40,8 +39,8 @@ _decode = msgspec.msgpack.Decoder(Letter).decode
 
 
 class Mailbox:
-    def __init__(self, endpoint: str, *, tcp_host: str | None = None, key: SessionKey | None = None) -> None:
-        """Bind `endpoint`, and free TCP ports on `tcp_host` when other nodes must reach this process."""
+    def __init__(self, endpoint: str, *, host: str = "127.0.0.1", key: SessionKey | None = None) -> None:
+        """Bind `endpoint`, and with a key also a free TCP port on `host`, where holders of the key get in."""
         self.context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, 8192)
         self.endpoint = endpoint
@@ -50,12 +49,9 @@ class Mailbox:
         self._inbox.bind(endpoint)
         self._key = key
         self.tcp_endpoint = ""
-        if tcp_host:
-            if key is None:
-                raise RunError(f"a port on {tcp_host} that other nodes can reach needs a session key")
+        if key is not None:
             key.guard(self._inbox)
-            port = self._inbox.bind_to_random_port(f"tcp://{tcp_host}")
-            self.tcp_endpoint = f"tcp://{tcp_host}:{port}"
+            self.tcp_endpoint = f"tcp://{host}:{self._inbox.bind_to_random_port(f'tcp://{host}')}"
         self._handlers: dict[bytes, Handler] = {}
         self._peers: dict[str, _Peer] = {}
         self._by_token: dict[bytes, _Peer] = {}
@@ -183,19 +179,26 @@ class Mailbox:
 
 
 class _Peer:
-    """One other mailbox: a PUSH socket, made at the first message, and both directions' counts. ZeroMQ sockets may be
-    used by one thread at a time, hence the lock."""
+    """One other mailbox: a PUSH socket and both directions' counts. ZeroMQ sockets may be used by one thread at a time,
+    hence the lock."""
 
     def __init__(self, context: Any, endpoint: str, reply_to: str, key: SessionKey | None) -> None:
         self.outgoing = Outgoing()
         self.incoming = Incoming()
-        self._context = context
-        self._endpoint = endpoint
         self._reply_to = reply_to
-        self._key = key
         self._lock = threading.Lock()
-        self._socket: zmq.Socket[Any] | None = None
         self._is_closed = False
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if not endpoint.startswith("ipc:"):
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        if key is not None:
+            key.present(self._socket)
+        self._socket.connect(endpoint)
 
     def send(self, frames: Sequence[Any]) -> None:
         """Send, and keep until the other end has it."""
@@ -220,29 +223,13 @@ class _Peer:
     def close(self, linger_ms: int) -> None:
         with self._lock:
             self._is_closed = True
-            if self._socket is not None:
-                self._socket.close(linger=linger_ms)
+            self._socket.close(linger=linger_ms)
 
     def _write(self, seq: int, frames: list[bytes]) -> None:
         if not self._is_closed:
             incoming = self.incoming
             letter = Letter(self.outgoing.token, incoming.token, incoming.told(), seq, self._reply_to, frames)
-            self._open().send(_encode(letter))
-
-    def _open(self) -> zmq.Socket[Any]:
-        if self._socket is None:
-            socket = self._socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-            socket.setsockopt(zmq.RECONNECT_IVL, 20)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            if not self._endpoint.startswith("ipc:"):
-                socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-                socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-            if self._key is not None:
-                self._key.present(socket)
-            socket.connect(self._endpoint)
-        return self._socket
+            self._socket.send(_encode(letter))
 
 
 def free_port(host: str) -> int:

@@ -17,6 +17,7 @@ from rill.errors import RunError
 from rill.runtime.device.placement import Seat
 from rill.runtime.group import Move
 from rill.runtime.process.members import Group
+from rill.runtime.process.waits import left_s
 from rill.runtime.transfer import wire
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def move_group(supervisor: Supervisor, group: Group, seats: Sequence[Seat], time
     members = list(group.members.values())
     before = [member.seat for member in members]
     supervisor.wait_started(members, timeout_s)
-    states = supervisor.call(members, "state").wait(_left(deadline_s))
-    supervisor.retire(members, _left(deadline_s))
+    states = supervisor.call(members, "state").wait(left_s(deadline_s))
+    supervisor.retire(members, left_s(deadline_s))
     try:
         _start(supervisor, group, seats, deadline_s)
         state_bytes = _restore(supervisor, group, states, deadline_s)
@@ -55,7 +56,7 @@ def move_group(supervisor: Supervisor, group: Group, seats: Sequence[Seat], time
 
 def _start(supervisor: Supervisor, group: Group, seats: Sequence[Seat], deadline_s: float) -> None:
     supervisor.begin(group, seats)
-    supervisor.wait_started(list(group.members.values()), _left(deadline_s))
+    supervisor.wait_started(list(group.members.values()), left_s(deadline_s))
 
 
 def _restore(supervisor: Supervisor, group: Group, states: Sequence[Any], deadline_s: float) -> int:
@@ -68,7 +69,7 @@ def _restore(supervisor: Supervisor, group: Group, states: Sequence[Any], deadli
             states = group.cls.reshard(states, len(members))
         restoring = [supervisor.call([m], "restore", s) for m, s in zip(members, states, strict=True)]
         for handle in restoring:
-            handle.wait(_left(deadline_s))
+            handle.wait(left_s(deadline_s))
         num_bytes = sum(wire.encode(state).num_bytes for state in states)
     supervisor.announce(group)
     return num_bytes
@@ -76,7 +77,3 @@ def _restore(supervisor: Supervisor, group: Group, states: Sequence[Any], deadli
 
 def _devices(seats: Sequence[Seat]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(device.id for device in seat.devices) for seat in seats)
-
-
-def _left(deadline_s: float) -> float:
-    return max(0.0, deadline_s - time.monotonic())

@@ -59,24 +59,21 @@ class RayBackend:
         self._local: Node | None = None
         self._session: Session | None = None
         self._events: NodeEvents | None = None
-        self._ray_ids: dict[str, str] = {}
-        """Node id -> Ray's id of the node, for those in use."""
-        self._num_made = 0
+        self._remote: list[RayNode] = []
+        """All there ever were."""
 
     def open(self, session: Session, events: NodeEvents) -> list[NodeClient]:
-        ray = self._ray
-        if not ray.is_initialized():
+        if not self._ray.is_initialized():
             self._connect()
         self._session, self._events = session, events
-        here = ray.get_runtime_context().get_node_id()
-        raws = sorted(self._unused(), key=lambda raw: (raw["NodeID"] != here, raw["NodeManagerAddress"]))
-        nodes = [self._take(raw) for raw in raws]
+        here, *others = self._unused()
+        self._local = _node(0, here)
+        nodes = [self._local, *(_node(n, raw) for n, raw in enumerate(others, 1))]
         wanted = devices_of_nodes(self._devices, nodes)
-        self._local = nodes[0]
-        local = self._start_local(local_devices(wanted[nodes[0].node_id]))
-        remote = [self._start_remote(node) for node in nodes[1:]]  # side by side
-        opened: list[NodeClient] = [local, *remote]
+        opened: list[NodeClient] = [self._start_local(local_devices(wanted[self._local.node_id]))]
         try:
+            remote = [self._start_remote(*one) for one in zip(nodes[1:], others, strict=True)]  # side by side
+            opened += remote
             for client in remote:
                 client.wait_ready(wanted[client.node.node_id])
         except BaseException:
@@ -91,48 +88,42 @@ class RayBackend:
         if not unused:
             where = "" if host is None else f" at {host}"
             raise RunError(f"the Ray cluster has no further node{where}: `ray start --address=…` adds one")
-        node = self._take(unused[0], labels)
-        client = self._start_remote(node)
+        client = self._start_remote(_node(1 + len(self._remote), unused[0], labels), unused[0])
         try:
             client.wait_ready(devices)
         except BaseException:
             client.close()
-            self.release(node.node_id)
             raise
         return client
 
     def reopen(self, node_id: str) -> NodeClient:
         if self._local is None or node_id != self._local.node_id:
-            self.release(node_id)
             raise RunError(f"{node_id} is gone from the Ray cluster: add_node takes it back when it is there")
         return self._start_local()
-
-    def release(self, node_id: str) -> None:
-        self._ray_ids.pop(node_id, None)
 
     def close(self) -> None:
         if self._has_started_ray:
             self._ray.shutdown()
 
     def _unused(self) -> list[dict[str, Any]]:
-        used = set(self._ray_ids.values())
-        return [raw for raw in self._ray.nodes() if raw["Alive"] and raw["NodeID"] not in used]
-
-    def _take(self, raw: dict[str, Any], labels: Collection[str] = ()) -> Node:
-        node_id = f"node{self._num_made}"
-        self._num_made += 1
-        self._ray_ids[node_id] = raw["NodeID"]
-        of_ray = {value for key, value in raw.get("Labels", {}).items() if not key.startswith("ray.io/")}
-        return Node(node_id=node_id, host=raw["NodeManagerAddress"], labels=frozenset(of_ray).union(labels))
+        """What Ray says of the nodes that are not in use, the driver's own first."""
+        here = self._ray.get_runtime_context().get_node_id()
+        used = {client.ray_node_id for client in self._remote if not client.is_over}
+        if self._local is not None:
+            used.add(here)
+        unused = [raw for raw in self._ray.nodes() if raw["Alive"] and raw["NodeID"] not in used]
+        return sorted(unused, key=lambda raw: (raw["NodeID"] != here, raw["NodeManagerAddress"]))
 
     def _start_local(self, devices: Sequence[Device] = ()) -> LocalNode:
         assert self._local is not None and self._session is not None and self._events is not None
         return LocalNode(self._local, self._session, self._events, devices)
 
-    def _start_remote(self, node: Node) -> RayNode:
+    def _start_remote(self, node: Node, raw: dict[str, Any]) -> RayNode:
         assert self._session is not None and self._events is not None
         session_id = f"{self._session.session_id}-{node.node_id}"
-        return RayNode(self._ray, node, self._ray_ids[node.node_id], session_id, self._events)
+        client = RayNode(self._ray, node, raw["NodeID"], session_id, self._events)
+        self._remote.append(client)
+        return client
 
     def _connect(self) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
@@ -148,17 +139,26 @@ class RayBackend:
         self._has_started_ray = True
 
 
+def _node(number: int, raw: dict[str, Any], labels: Collection[str] = ()) -> Node:
+    """A node as Ray describes it."""
+    of_ray = {value for key, value in raw.get("Labels", {}).items() if not key.startswith("ray.io/")}
+    host, known = raw["NodeManagerAddress"], frozenset(of_ray).union(labels)
+    return Node(node_id=f"node{number}", host=host, labels=known)
+
+
 class RayNode:
     def __init__(self, ray: Any, node: Node, ray_node_id: str, session_id: str, events: NodeEvents) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.node = node
+        self.ray_node_id = ray_node_id
+        self.is_over = False
+        """It was closed, or lost."""
         self.devices: Sequence[Device] = ()
         self.session_dir = ""
         self.shm_dir = ""
         self._ray = ray
         self._events = events
-        self._is_closing = False
         affinity = NodeAffinitySchedulingStrategy(ray_node_id, soft=False)
         actor = ray.remote(NodeActor)
         actor = actor.options(num_cpus=0, max_concurrency=3, scheduling_strategy=affinity)
@@ -183,7 +183,7 @@ class RayNode:
         self._do(self._actor.kill.remote(key))
 
     def close(self) -> None:
-        self._is_closing = True
+        self.is_over = True
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.get(self._actor.close.remote(), timeout=START_WAIT_S)
         self._ray.kill(self._actor)
@@ -197,11 +197,12 @@ class RayNode:
 
     def _read_events(self) -> None:
         """An answer comes every EVENT_POLL_S at the latest: it is the node's heartbeat."""
-        while not self._is_closing:
+        while not self.is_over:
             try:
                 events = self._ray.get(self._actor.next_events.remote(EVENT_POLL_S), timeout=SILENCE_S)
             except self._ray.exceptions.RayError as error:  # a timeout is one of them
-                if not self._is_closing:
+                if not self.is_over:
+                    self.is_over = True
                     summary = (str(error).strip() or f"silent for {SILENCE_S:g} s").splitlines()[0]
                     self._events.on_lost(self.node.node_id, f"{self.node.node_id} is lost: {summary}")
                 return
@@ -209,44 +210,37 @@ class RayNode:
                 self._events.on_event(event)
 
 
-class NodeActor:
-    """What runs inside Ray on another machine: a LocalNode, and its events in a queue."""
+class NodeActor(LocalNode):
+    """What runs inside Ray on another machine: that machine's node, and its events in a queue."""
 
     def __init__(self, node: Node, session_id: str, preload: tuple[str, ...], sys_path: list[str]) -> None:
         sys.path.extend(path for path in sys_path if path not in sys.path)
         # Ray hides the GPUs from an actor that holds none of its resources; rill gives devices out itself.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         self._session = open_session(session_id)
-        self._events: queue.SimpleQueue[Exited] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Exited] = queue.SimpleQueue()
         events = NodeEvents(
             preload=preload,
-            on_event=self._events.put,
+            on_event=self._queue.put,
             on_lost=lambda *_: os._exit(1),  # without its agent the node is lost, and the driver sees it so
         )
-        self._local = LocalNode(node, self._session, events)
+        super().__init__(node, self._session, events)
 
     def describe(self, wanted: NodeDevices, accelerators: dict[str, str]) -> tuple[Any, ...]:
         for name, target in accelerators.items():
             ACCELERATORS.register(name, target)
-        session = self._session
-        return str(session.session_dir), str(session.shm_dir), local_devices(wanted), num_own_cores()
-
-    def start(self, request: Start) -> None:
-        self._local.start(request)
-
-    def kill(self, key: str) -> None:
-        self._local.kill(key)
+        return self.session_dir, self.shm_dir, local_devices(wanted), num_own_cores()
 
     def next_events(self, timeout_s: float) -> list[Exited]:
         """What happened since the last question; waits for the first."""
         try:
-            events = [self._events.get(timeout=timeout_s)]
+            events = [self._queue.get(timeout=timeout_s)]
         except queue.Empty:
             return []
-        while not self._events.empty():
-            events.append(self._events.get())
+        while not self._queue.empty():
+            events.append(self._queue.get())
         return events
 
     def close(self) -> None:
-        self._local.close()
+        super().close()
         self._session.close()

@@ -20,19 +20,15 @@ from rill.errors import RillError, StuckError
 from rill.runtime.handle import Handle
 from rill.runtime.hub.service import name_of
 from rill.runtime.process.call import NO_ARGUMENTS, Call
-from rill.runtime.process.mailbox import Frames
-from rill.runtime.process.waits import dump, waiting
+from rill.runtime.process.waits import dump
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
-
-__all__ = ["Edge", "Report", "collect", "explain", "stuck", "waiting"]
 
 ASK_S = 2.0
 REPORT_FROM_S = 10.0
 """Shorter deadlines are polls, and not worth asking every process what it is doing."""
 REPORT_EVERY_S = 60.0
-REPORT_DIR_VARIABLE = "RILL_REPORT_DIR"
 DUMP = b"dump"
 _log = logging.getLogger(__name__)
 
@@ -92,11 +88,7 @@ class Report:
 
 def answer_dumps(context: RuntimeContext) -> None:
     """Have this process answer when its waits and stacks are asked for."""
-
-    def answer(sender: str, frames: Frames) -> None:
-        Call.read(sender, frames).answer_at_once(context, dump())
-
-    context.mailbox.on(DUMP, answer)
+    context.mailbox.on(DUMP, lambda sender, frames: Call.read(sender, frames).answer_at_once(context, dump()))
 
 
 def stuck(context: RuntimeContext, what: str, limit_s: float) -> StuckError:
@@ -145,16 +137,15 @@ def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
 
 
 def report_folder(context: RuntimeContext) -> Path:
-    """A folder that outlives the session: what the variable names, else the run's logs, else the user's own in the
-    temporary directory (also where the run's logs are not reachable from this node)."""
-    chosen = os.environ.get(REPORT_DIR_VARIABLE) or context.site.report_dir
-    if chosen is not None:
-        folder = Path(chosen)
+    """A folder that outlives the session: the run's logs, else the user's own in the temporary directory (also where
+    the run's logs are not reachable from this node)."""
+    logs = context.site.report_dir
+    if logs is not None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
+            logs.mkdir(parents=True, exist_ok=True)
+            return logs
         except OSError as error:
-            _log.warning("%s cannot be made (%s): the report goes elsewhere", folder, error)
+            _log.warning("%s cannot be made (%s): the report goes elsewhere", logs, error)
     folder = Path(tempfile.gettempdir()) / f"rill-reports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder

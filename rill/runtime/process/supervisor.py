@@ -23,12 +23,14 @@ from rill.runtime.device.placement import Placement, Seat, resolve, seats_on_fre
 from rill.runtime.group import Move, Roster, check_class
 from rill.runtime.handle import Handle
 from rill.runtime.hub.membership import LEFT
+from rill.runtime.hub.messages import GroupWord
 from rill.runtime.process.backend import NodeClient
 from rill.runtime.process.call import NO_ARGUMENTS, encode_arguments
 from rill.runtime.process.launcher import Launcher
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.members import Group, Member
 from rill.runtime.process.move import move_group
+from rill.runtime.process.waits import left_s
 from rill.runtime.process.worker_main import HELLO, INIT, MEMBERS, NO_HUB, STOP
 from rill.runtime.transfer.parcel import pack_inline
 from rill.runtime.worker import LaunchSpec, Worker
@@ -186,7 +188,7 @@ class Supervisor:
         self.retire(running, timeout_s)
         group.changed()
         with contextlib.suppress(RunError):  # no hub any more: nobody needs to know
-            self.context.directory.announce(name, Roster(group.version, ()), {})
+            self.context.hub.submit("registry.group", _word(Roster(group.version, ()), name, {}, ()))
 
     # --- starting and ending processes --------------------------------------------------------------------
 
@@ -198,17 +200,19 @@ class Supervisor:
             group.next_rank = max(group.next_rank, 1 + max(ranks))
             group.changed()
             launches = {rank: self._launches[group.name, rank] for rank in ranks}
-        self.context.directory.announce(group.name, Roster(group.version, ()), launches)
+        self.context.hub.submit(
+            "registry.group", _word(Roster(group.version, ()), group.name, launches, seats)
+        )
         members = self._start(group, seats, ranks)
         with self._lock:
             group.members.update((member.seat.rank, member) for member in members)
             group.changed()
 
     def announce(self, group: Group) -> None:
-        """Tell the hub, and so everybody, who can be called now."""
+        """Tell the hub, and so everybody, who can be called now: whoever asks the hub after this gets this answer."""
         launches = {rank: member.address.incarnation for rank, member in group.members.items()}
-        roster = self.roster(group.name)
-        self.context.directory.announce(group.name, roster, launches, is_awaited=True)
+        seats = [member.seat for member in group.members.values()]
+        self.context.hub.call("registry.group", _word(self.roster(group.name), group.name, launches, seats))
 
     def call(self, members: Iterable[Member], method: str, *args: object, concurrent: bool = False) -> Handle:
         """Call a method of the runtime's own on members that have said hello."""
@@ -220,7 +224,7 @@ class Supervisor:
         """Until every `__init__` has run; raises what the first failing one raised."""
         deadline_s = time.monotonic() + timeout_s
         for member in members:
-            member.ready.wait(max(0.0, deadline_s - time.monotonic()))
+            member.ready.wait(left_s(deadline_s))
 
     def retire(self, members: Sequence[Member], timeout_s: float, *, is_told: bool = False) -> None:
         """End processes in order within the time, else by a kill. `is_told`: run their `notice`."""
@@ -392,3 +396,8 @@ class Supervisor:
             raise RunError("the cluster is closed: no group can be launched on it")
         if name in self._groups:
             raise PlanError(f"there is a group {name!r} already: close it first or choose another name")
+
+
+def _word(roster: Roster, name: str, launches: dict[int, int], seats: Sequence[Seat]) -> GroupWord:
+    devices = {seat.rank: [device.id for device in seat.devices] for seat in seats}
+    return GroupWord(name, roster.version, launches, devices, pickle.dumps(roster))

@@ -23,6 +23,11 @@ after: list[Callable[[str, float], None]] = []
 """Called with what it waited on, and for how long."""
 
 
+def left_s(deadline_s: float) -> float:
+    """The seconds until a moment of time.monotonic(), 0 after it."""
+    return max(0.0, deadline_s - time.monotonic())
+
+
 class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it stands in every call's way
     """Name the wait that this thread, or a task in it, is about to enter."""
 
@@ -33,23 +38,16 @@ class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it st
         worker's name; a function is asked when somebody wants to know."""
         self.what = what
         self.on = on
-        self._since_s = time.monotonic()
+        self._since_s = 0.0
 
     def __enter__(self) -> None:
         for hook in before:
             hook()
         self._since_s = time.monotonic()
-        _open.setdefault(threading.get_ident(), []).append(self)
+        _open[self] = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
-        ident = threading.get_ident()
-        waits = _open[ident]
-        if waits[-1] is self:
-            waits.pop()
-        else:  # tasks of an event loop share a thread, and end in any order
-            waits.remove(self)
-        if not waits:
-            del _open[ident]
+        del _open[self]
         on = self.on if isinstance(self.on, str) else "calls"
         for hook in after:
             hook(on, time.monotonic() - self._since_s)
@@ -58,7 +56,8 @@ class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it st
         return [self.what, self.on if isinstance(self.on, str) else self.on(), now_s - self._since_s]
 
 
-_open: dict[int, list[waiting]] = {}
+_open: dict[waiting, int] = {}
+"""The waits of all threads, each with its thread, in the order in which they began."""
 _loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 MAX_PLACES = 12
 """At which tasks wait, shown of one process: those with the most tasks."""
@@ -78,11 +77,7 @@ def dump() -> dict[str, Any]:
         name = names.get(ident, str(ident))
         if not name.startswith("rill-hub"):
             stacks[name] = "".join(traceback.format_stack(frame)[-12:])
-    waits = [
-        [*wait.row(now_s), names.get(ident, str(ident))]
-        for ident, of_thread in list(_open.items())
-        for wait in list(of_thread)
-    ]
+    waits = [[*wait.row(now_s), names.get(ident, str(ident))] for wait, ident in list(_open.items())]
     if tasks := _task_stacks():
         stacks["tasks"] = tasks
     return {"waits": waits, "stacks": stacks}

@@ -84,10 +84,7 @@ class WorkerProcess:
     """One rank: its worker, its surroundings, and how calls run on it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        device_ids = [device.id for device in spec.devices]
-        self.context = RuntimeContext(
-            spec.site, spec.address, spec.socket_name, torch_device=spec.device, device_ids=device_ids
-        )
+        self.context = RuntimeContext(spec.site, spec.address, spec.socket_name, torch_device=spec.device)
         self._spec = spec
         self._name = self.context.address.name
         self._worker: Worker | None = None
@@ -145,7 +142,7 @@ class WorkerProcess:
         if call.method == INIT:
             self._build(call)
             return None
-        args, kwargs = self.context.unpack(call.payload, call.sender)
+        args, kwargs = self.context.parcels.unpack(call.payload, call.sender)
         if self._worker is None:
             raise UserError(
                 f"{self._name} was not initialised: its __init__ failed ({self._init_error}), relaunch it or close "
@@ -160,7 +157,7 @@ class WorkerProcess:
     def _build(self, call: Call) -> None:
         """Reading it imports the worker's class."""
         try:
-            (cls,), kwargs = self.context.unpack(call.payload, call.sender)
+            (cls,), kwargs = self.context.parcels.unpack(call.payload, call.sender)
             self._worker = build(cls, self._spec, kwargs)
         except BaseException as error:
             self._init_error = f"{type(error).__name__}: {error}"

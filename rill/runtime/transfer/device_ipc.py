@@ -42,6 +42,6 @@ def open_copy(kind: str, handle: Any) -> Any:
     """Open the sender's memory and copy out of it to this process's own device. The copy is there on return."""
     device = accelerator(kind)
     theirs = device.open(handle)
-    mine = theirs.to(wire.decoding_device() or theirs.device, copy=True)
+    mine = theirs.to(wire.decoding_device.get() or theirs.device, copy=True)
     device.synchronize(mine.device)  # the receipt lets the sender change its memory
     return mine

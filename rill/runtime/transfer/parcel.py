@@ -66,8 +66,10 @@ class Parcels:
                 self.peer_died(reader)
         return [_encode((ref, is_for_several))]
 
-    def unpack(self, frames: Frames, sender: str, *, device: str | None = None) -> Any:
-        """The object. Call once per message. `sender`: the mailbox of the owner, which hears when it has been read."""
+    def unpack(self, frames: Frames, sender: str) -> Any:
+        """The object; its tensors that were on a GPU arrive on this process's device. Call once per message. `sender`:
+        the mailbox of the owner, which hears when it has been read."""
+        device = self._context.torch_device
         if not frames[0]:
             # Frames are read-only, and what is received may be written to.
             return wire.decode(frames[1], [bytearray(frame) for frame in frames[2:]], device=device)

@@ -17,7 +17,6 @@ wait on it with an error that names it; what it had sent and nobody had received
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -31,7 +30,7 @@ from rill.runtime.handle import Handle
 from rill.runtime.hub.service import name_of
 from rill.runtime.process.call import Call
 from rill.runtime.process.mailbox import Frames
-from rill.runtime.process.waits import waiting
+from rill.runtime.process.waits import left_s, waiting
 from rill.runtime.transfer import wire
 from rill.runtime.transfer.device_ipc import Exporter, shares_a_device
 
@@ -75,38 +74,32 @@ class PointToPoint:
             self._deliver((self._me.name, tag), lambda: obj)
             return
         deadline_s = time.monotonic() + timeout_s
-        self._send_to(self._directory.find(group, rank, timeout_s), tag, obj, deadline_s)
+        self._send([self._directory.find(group, rank, timeout_s)], tag, obj, deadline_s)
 
     def broadcast(
         self, obj: Any, ranks: Sequence[int], *, source: int, timeout_s: float = DEFAULT_WAIT_S
     ) -> Any:
-        """Called by every rank of this group; gives each what rank `source` gave. Written once, but for those who can
-        open this rank's device memory."""
+        """Called by every rank of this group; gives each what rank `source` gave."""
         group, rank = self._me.group, self._me.rank
         if source not in ranks:
             raise UserError(f"{group} has ranks {', '.join(map(str, ranks))}: rank {source} cannot broadcast")
         if rank != source:
             return self.recv(group, source, tag=_BROADCAST, timeout_s=timeout_s)
         deadline_s = time.monotonic() + timeout_s
-        peers = [self._directory.find(group, one, _left_s(deadline_s)) for one in ranks if one != rank]
-        far = [peer for peer in peers if self._exporter_for(peer) is None]
-        if far:
-            self._post(far, _BROADCAST, wire.encode(obj), deadline_s)
-        for peer in peers:
-            if peer not in far:
-                self._send_to(peer, _BROADCAST, obj, deadline_s)
+        peers = [self._directory.find(group, one, left_s(deadline_s)) for one in ranks if one != rank]
+        self._send(peers, _BROADCAST, obj, deadline_s)
         return obj
 
-    def _send_to(self, peer: WorkerAddress, tag: str, obj: Any, deadline_s: float) -> None:
-        exporter = self._exporter_for(peer)
-        encoded = wire.encode(obj, device_hook=exporter)
-        self._post([peer], tag, encoded, deadline_s, exporter.kind if exporter is not None else "")
-
-    def _exporter_for(self, peer: WorkerAddress) -> Exporter | None:
-        """What takes device tensors out of an object for `peer`; None where they travel through the host."""
-        if "torch" not in sys.modules or not shares_a_device(self._me, peer):
-            return None
-        return Exporter(self._me, peer)
+    def _send(self, peers: Sequence[WorkerAddress], tag: str, obj: Any, deadline_s: float) -> None:
+        """Written once, but for those who can open this rank's device memory."""
+        near = [peer for peer in peers if shares_a_device(self._me, peer)]
+        far = [peer for peer in peers if peer not in near]
+        if far:
+            self._post(far, tag, wire.encode(obj), deadline_s)
+        for peer in near:
+            exporter = Exporter(self._me, peer)
+            encoded = wire.encode(obj, device_hook=exporter)
+            self._post([peer], tag, encoded, deadline_s, exporter.kind)
 
     def _post(
         self,
@@ -119,14 +112,14 @@ class PointToPoint:
         """One object to peers that are not this process. `exported`: the kind of device on which some of it stays until
         the (then only) peer has copied it, which it tells as it would answer a call."""
         context = self._context
-        frames = context.parcels.pack(encoded, (peer.identity for peer in peers), _left_s(deadline_s))
+        frames = context.parcels.pack(encoded, (peer.identity for peer in peers), left_s(deadline_s))
         for peer in peers:
             near = "shared_memory" if peer.node_id == context.site.node_id else "tcp"
             self.routes[f"{exported}_ipc" if exported else near if frames[0] else "message"] += 1
         if exported:
             handle = Handle(f"send to {peers[0].name}", peers, context.late)
             context.calls.call(handle, tag, frames, kind=SEND)
-            handle.wait(_left_s(deadline_s))
+            handle.wait(left_s(deadline_s))
             return
         call = _encode(Call(NO_ANSWER, 0, tag, False, self._me.identity))
         for peer in peers:
@@ -141,7 +134,7 @@ class PointToPoint:
             peer = None if source in self._arrivals else self._directory.find(group, rank, timeout_s)
             with self._changed:
                 self._changed.wait_for(
-                    lambda: source in self._arrivals or self._end_of(peer), _left_s(deadline_s)
+                    lambda: source in self._arrivals or self._end_of(peer), left_s(deadline_s)
                 )
                 if source in self._arrivals:
                     line = self._arrivals[source]
@@ -176,7 +169,7 @@ class PointToPoint:
 
         def arrival() -> Any:
             try:
-                return self._context.unpack(call.payload, sender)
+                return self._context.parcels.unpack(call.payload, sender)
             finally:
                 if call.call_id != NO_ANSWER:
                     call.answer_at_once(self._context)
@@ -186,7 +179,3 @@ class PointToPoint:
     def _on_death(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-
-def _left_s(deadline_s: float) -> float:
-    return max(0.0, deadline_s - time.monotonic())

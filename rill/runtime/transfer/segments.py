@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -105,13 +105,13 @@ def _reserve(fd: int, path: Path, num_bytes: int) -> None:
         raise
 
 
-def unlink(shm_dir: Path, order: Any) -> None:
-    """Carry out the broker's order: a file's name, or [dead owner, names of its files to keep]."""
-    if isinstance(order, str):
-        (shm_dir / order).unlink(missing_ok=True)
-        return
-    owner, kept = order
-    prefix = f"{owner}."
+def owner_of(name: str) -> str:
+    """The identity of the process that made a segment."""
+    return name.rpartition(".")[0]
+
+
+def unlink(shm_dir: Path, owner: str, kept: Sequence[str]) -> None:
+    """Delete the segments of a dead process, but for some."""
     for path in list(shm_dir.iterdir()) if shm_dir.exists() else ():
-        if path.name.startswith(prefix) and path.name not in kept:
+        if owner_of(path.name) == owner and path.name not in kept:
             path.unlink(missing_ok=True)

@@ -16,8 +16,9 @@ import errno
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from rill.runtime.transfer.segments import (
     Segment,
     aligned,
     capacity_bytes,
+    owner_of,
     slot_size,
 )
 from rill.runtime.transfer.tcp import ByteClient
@@ -47,38 +49,30 @@ POOL_BYTES = 256 * 1024 * 1024
 _ROTATION = 4
 """Large payloads that are under way at a time: making their memory anew for each would cost more than the copy."""
 _LARGEST_POOL_BYTES = 1024 * 1024 * 1024
-_CACHED_MAPS_BYTES = 4 * 1024 * 1024 * 1024
 _LOOK_S = 0.2
 """Other processes free shared memory too, and do not tell: how often a full one is tried again."""
 _FETCH_WAIT_S = 120.0
 
 
 def open_store(context: RuntimeContext) -> Store:
+    """This process's; it fetches payloads of other nodes from their store servers."""
     site = context.site
-    store = Store(site.shm_dir, site.node_id, context.address.identity, fetch=_Fetcher(context))
+
+    @cache
+    def server_of(node_id: str) -> ByteClient:
+        def find(timeout_s: float) -> str:
+            return str(context.hub.call("registry.find", f"{STORE_GROUP}{node_id}[0]", timeout_s))
+
+        assert site.key is not None, "payloads of other nodes in a session that has one node"
+        return ByteClient(site.key, find, f"{node_id}'s store", timeout_s=_FETCH_WAIT_S)
+
+    def fetch(ref: Ref) -> bytearray:
+        return server_of(ref.node_id).fetch(ref.segment, ref.offset, ref.num_bytes, ref.header_bytes)
+
+    store = Store(site.shm_dir, site.node_id, context.address.identity, fetch=fetch)
     context.hub.on("store_free", store.free)
     context.directory.on_death(lambda identity, _: store.owner_died(identity))
     return store
-
-
-class _Fetcher:
-    def __init__(self, context: RuntimeContext) -> None:
-        self._context = context
-        self._clients: dict[str, ByteClient] = {}
-
-    def __call__(self, ref: Ref) -> bytearray:
-        """The whole payload, laid out as in its slot."""
-        client = self._clients.get(ref.node_id)
-        if client is None:
-            key, hub, name = self._context.site.key, self._context.hub, f"{STORE_GROUP}{ref.node_id}[0]"
-            assert key is not None, "payloads of other nodes in a session that has one node"
-
-            def find(timeout_s: float) -> str:
-                return str(hub.call("registry.find", name, timeout_s))
-
-            client = ByteClient(key, find, f"{ref.node_id}'s store", timeout_s=_FETCH_WAIT_S)
-            self._clients[ref.node_id] = client
-        return client.fetch(ref.segment, ref.offset, ref.num_bytes, ref.header_bytes)
 
 
 class Store:
@@ -87,6 +81,7 @@ class Store:
     def __init__(
         self, shm_dir: Path, node_id: str, owner: str, fetch: Callable[[Ref], bytearray] | None = None
     ) -> None:
+        """`fetch` gives a payload of another node, laid out as in its slot."""
         self._shm_dir = shm_dir
         self._node_id = node_id
         self._owner = owner
@@ -97,12 +92,11 @@ class Store:
         self._free_bytes = 0
         self._used_bytes = 0
         self._next_segment = 0
-        self._mapped: OrderedDict[str, Segment] = OrderedDict()
-        self._mapped_bytes = 0
+        self._mapped: dict[str, Segment] = {}
+        """Of other processes, by name: mapping costs more than reading."""
         self._dead: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._freed = threading.Condition(self._lock)
-        self._guards: dict[int, weakref.ref[Any]] = {}
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -148,7 +142,7 @@ class Store:
             return decode(header, buffers, device=device)
         root = np.frombuffer(self._segment(ref.segment).map, np.uint8, ref.num_bytes, ref.offset)
         header, buffers = _cut(root, ref)
-        self._guard(root, on_release)
+        weakref.finalize(root, on_release).atexit = False
         del root
         return decode(header, buffers, device=device)
 
@@ -168,15 +162,14 @@ class Store:
         """A process is gone: what was mapped of it stays only where somebody looks at it."""
         with self._lock:
             self._dead.add(identity)
-            self._drop(lambda name: _owner_of(name) == identity)
+            self._mapped = {name: one for name, one in self._mapped.items() if owner_of(name) != identity}
 
     def drop_unlinked(self) -> None:
+        """Nobody can ask for what lies in these any more."""
         with self._lock:
-            self._drop(lambda name: not (self._shm_dir / name).exists())
-
-    def _drop(self, is_unwanted: Callable[[str], bool]) -> None:
-        for name in list(filter(is_unwanted, self._mapped)):
-            self._mapped_bytes -= self._mapped.pop(name).num_bytes
+            self._mapped = {
+                name: one for name, one in self._mapped.items() if (self._shm_dir / name).exists()
+            }
 
     def close(self) -> None:
         """Forget the mappings. Files stay: others may not have read them yet; the hub deletes what is not needed."""
@@ -260,8 +253,6 @@ class Store:
         with self._lock:
             segment = self._own.get(name) or self._mapped.get(name)
             if segment is not None:
-                if name in self._mapped:
-                    self._mapped.move_to_end(name)
                 return segment
             try:
                 segment = Segment(self._shm_dir / name, 0, create=False)
@@ -269,27 +260,10 @@ class Store:
                 raise PeerDiedError(
                     f"{self._owner}: payload {name} is gone with its owner or its session"
                 ) from None
-            if _owner_of(name) in self._dead:
-                return segment
-            self._mapped[name] = segment
-            self._mapped_bytes += segment.num_bytes
-            while self._mapped_bytes > _CACHED_MAPS_BYTES and len(self._mapped) > 1:
-                self._mapped_bytes -= self._mapped.popitem(last=False)[1].num_bytes
+            if owner_of(name) not in self._dead:
+                self.drop_unlinked()
+                self._mapped[name] = segment
             return segment
-
-    def _guard(self, root: Any, on_release: Callable[[], None]) -> None:
-        key = id(root)
-
-        def gone(_: Any) -> None:
-            self._guards.pop(key, None)
-            on_release()
-
-        self._guards[key] = weakref.ref(root, gone)
-
-
-def _owner_of(name: str) -> str:
-    """Segments are named "<owner identity>.<n>"."""
-    return name.rpartition(".")[0]
 
 
 def _cut(root: Any, ref: Ref) -> tuple[bytes, list[memoryview]]:

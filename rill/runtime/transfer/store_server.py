@@ -34,8 +34,8 @@ def serve_store(site: Site, hub: HubClient) -> ByteServer:
     # A store of its own, which outlives the owners of what it maps: their payloads may still be asked for.
     store = Store(site.shm_dir, site.node_id, hub.identity)
 
-    def carry_out(order: Any) -> None:
-        unlink(site.shm_dir, order)
+    def carry_out(order: tuple[str, list[str]]) -> None:
+        unlink(site.shm_dir, *order)
         store.drop_unlinked()
 
     def read(name: str, offset: int, num_bytes: int) -> tuple[Any, int]:

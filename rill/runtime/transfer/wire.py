@@ -16,8 +16,8 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,31 +36,30 @@ class Encoded(NamedTuple):
 
     header: bytes
     buffers: list[Buffer]
-    num_bytes: int
-    """Header and buffers together."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Header and buffers together."""
+        return len(self.header) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 def encode(obj: object, *, device_hook: DeviceHook | None = None) -> Encoded:
     """Take `obj` apart without copying its large buffers. UnpicklableError names the path to the culprit."""
     try:
-        header, buffers = _dump(obj, device_hook)
+        return Encoded(*_dump(obj, device_hook))
     except _PICKLE_ERRORS as error:
         raise UnpicklableError(_explain(obj, error)) from error
-    if not buffers:
-        return Encoded(header, buffers, len(header))
-    return Encoded(header, buffers, len(header) + sum(buffer.nbytes for buffer in buffers))
 
 
 def decode(header: bytes | memoryview, buffers: Sequence[Any], *, device: str | None = None) -> Any:
     """Rebuild the object on `buffers`, in the order that `encode` gave them."""
-    previous = _decoding.device
-    if device is None and previous is None:
+    if device is None and decoding_device.get() is None:
         return pickle.loads(header, buffers=buffers)
-    _decoding.device = device
+    before = decoding_device.set(device)
     try:
         return pickle.loads(header, buffers=buffers)
     finally:
-        _decoding.device = previous
+        decoding_device.reset(before)
 
 
 class _TorchPickler(pickle.Pickler):
@@ -117,18 +116,8 @@ def _reduce_tensor(torch: Any, tensor: Any, device_hook: DeviceHook | None) -> A
     return _rebuild_tensor, (pickle.PickleBuffer(raw), dtype_name, tuple(tensor.shape), was_on_cpu)
 
 
-class _Decoding(threading.local):
-    """Where the decode that runs in this thread puts tensors that were not on the CPU."""
-
-    device: str | None = None
-
-
-_decoding = _Decoding()
-
-
-def decoding_device() -> str | None:
-    """Where the decode that runs in this thread puts tensors that were not on the CPU; None: on the CPU."""
-    return _decoding.device
+decoding_device: ContextVar[str | None] = ContextVar("rill-decoding-device", default=None)
+"""Where the decode that runs here puts tensors that were not on the CPU; None: on the CPU."""
 
 
 def _rebuild_tensor(raw: Any, dtype_name: str, shape: tuple[int, ...], was_on_cpu: bool) -> Any:
@@ -141,9 +130,8 @@ def _rebuild_tensor(raw: Any, dtype_name: str, shape: tuple[int, ...], was_on_cp
     else:
         own = bytearray(view) if view.readonly else raw
         tensor = torch.frombuffer(own, dtype=torch.uint8).view(dtype).view(shape)
-    if was_on_cpu or _decoding.device is None:
-        return tensor
-    return tensor.to(_decoding.device)
+    device = decoding_device.get()
+    return tensor if was_on_cpu or device is None else tensor.to(device)
 
 
 def _rebuild_parameter(values: Any, requires_grad: bool) -> Any:
@@ -192,9 +180,3 @@ def _parts_of(obj: object) -> Iterator[tuple[str, object]]:
 def _is_local_name(obj: object) -> bool:
     name = obj.__qualname__ if hasattr(obj, "__qualname__") else type(obj).__qualname__
     return "<locals>" in name or "<lambda>" in name
-
-
-def copy_through(obj: Any) -> Any:
-    """`obj` as it would arrive at another process."""
-    encoded = encode(obj)
-    return decode(encoded.header, [bytearray(buffer) for buffer in encoded.buffers])

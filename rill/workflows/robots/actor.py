@@ -1,12 +1,12 @@
 """The actor of an embodied run: trains the policy, lets it imitate an expert first, and publishes its weights.
 
-Calls, in order: `imitate` until the warm start is done, `publish` before the first step, then `train` once a step and
+Calls, in order: `warm_up` until the warm start is done, `publish` before the first step, then `train` once a step and
 `publish`, and `save` now and then. Batches are trained on whole: PPO passes over them several times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rill.data.base import Split, open_indexed
+from rill.data.initial_states import start_of
 from rill.envs.robots.process import SimulatorProcess
 from rill.envs.robots.recording import Shown, demonstrate, shown_of
 from rill.errors import DataError
 from rill.models.robots.probe import CANARY_LENGTH, probe
-from rill.runtime.context import current
 from rill.training.robots import ROBOT_TRAINERS, Demonstration, RobotTrainer
-from rill.types import EmbodiedTrajectory, InitialState, PolicyVersion
-from rill.weights import Canary, CanaryProof, open_publisher
+from rill.types import EmbodiedTrajectory, PolicyVersion
+from rill.weights import Canary, CanaryProof
 from rill.workflows.config import SyncConfig
 from rill.workflows.edges import Edge
 from rill.workflows.learners import PolicyLearner
@@ -46,35 +47,51 @@ class RobotActor(PolicyLearner):
             device=self.device,
             seed=config.seed,
         )
-        self.sync = sync
-        self.publisher = open_publisher(sync.transport, host=current().site.host) if self.rank == 0 else None
+        self._open_publisher(sync)
         self._shown: Demonstration | None = None
+        self._seen: dict[str, float] = {}
+        self._num_imitated = 0
 
     # --- training -----------------------------------------------------------------------------------------
 
-    def watch(self, starts: Sequence[InitialState]) -> dict[str, float]:
+    def warm_up(self, num_steps: int) -> dict[str, float]:
+        """The next supervised steps on what an expert does (behaviour cloning); the metrics of the last."""
+        how = self.config.imitation
+        shown = self._shown = self._shown or self._watch()
+        with self.device_lock():
+            metrics = self.trainer.imitate(shown, num_steps, how.batch_size, how.learning_rate)
+        self._num_imitated += num_steps
+        if self._num_imitated == how.steps:
+            self.trainer.end_imitation()
+            self._shown = None
+        return {**self._seen, **metrics}
+
+    def _watch(self) -> Demonstration:
         """See an expert play, or what was recorded of one; every rank sees the same."""
         policy, imitation = self.trainer.policy, self.config.imitation
         if imitation.dataset:
             episodes = imitation.recorded(policy.spec).episodes(imitation.demos)
-            shown, told = shown_of(episodes, policy.config.chunk), {}
+            shown = shown_of(episodes, policy.config.chunk)
         else:
-            shown = self._played(starts)
-            told = {"bc/expert_success": shown.num_episodes / len(starts)}
+            shown = self._played()
         inputs = policy.seen(shown.observations)
         actions_BJA, mask_BJ = torch.from_numpy(shown.actions_BJA), torch.from_numpy(shown.mask_BJ)
-        self._shown = Demonstration(inputs=inputs, actions_BJA=actions_BJA, mask_BJ=mask_BJ)
         policy.set_normaliser(inputs.states_BS, actions_BJA[mask_BJ])
-        return told | {"bc/chunks": float(len(inputs))}
+        self._seen["bc/chunks"] = float(len(inputs))
+        return Demonstration(inputs=inputs, actions_BJA=actions_BJA, mask_BJ=mask_BJ)
 
-    def _played(self, starts: Sequence[InitialState]) -> Shown:
+    def _played(self) -> Shown:
         simulator, least = self.config.simulator, self.config.imitation.min_success
+        states = open_indexed(self.config.data, Split.TRAIN)
+        # From the end: RL begins with the first ones, in the loader's order.
+        last = range(len(states) - 1, -1, -1)[: self.config.imitation.demos]
+        starts = [start_of(states[n]) for n in last]
         simulators = SimulatorProcess(simulator, DEMO_SIMULATORS, timeout_s=DEMO_TIMEOUT_S)
         try:
             shown = demonstrate(simulators, DEMO_SIMULATORS, starts, self.trainer.policy.config.chunk)
         finally:
             simulators.close()
-        success = shown.num_episodes / len(starts)
+        success = self._seen["bc/expert_success"] = shown.num_episodes / len(starts)
         if success < least or not shown.observations:
             raise DataError(
                 f"the scripted expert of {simulator.type!r} succeeds in {success:.0%} of {len(starts)} episodes, below "
@@ -82,22 +99,12 @@ class RobotActor(PolicyLearner):
             )
         return shown
 
-    def imitate(self, num_steps: int) -> dict[str, float]:
-        """The next supervised steps; the metrics of the last."""
-        assert self._shown is not None, "it has watched first"
-        how = self.config.imitation
-        with self.device_lock():
-            return self.trainer.imitate(self._shown, num_steps, how.batch_size, how.learning_rate)
-
-    def end_imitation(self) -> None:
-        self.trainer.end_imitation()
-        self._shown = None
-
     def train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
         """One batch, whole; `publish` follows."""
         episodes: list[EmbodiedTrajectory] = []
         with ExitStack() as turn:
-            for part in self._parts(source, turn, whole_groups=True):
+            world, cost = self.trainer.world, self.trainer.cost_model
+            for part in source.parts(self, world, whole_groups=True, cost=cost, turn=turn):
                 episodes += part.samples()  # type: ignore[arg-type]
             with self.timer("update"):
                 return self.trainer.update(episodes)

@@ -15,14 +15,15 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rill.data.initial_states import start_of
-from rill.envs.robots.bank import Begin, Played
+from rill.envs.robots.bank import Begin, Played, uses_device
 from rill.envs.robots.process import SimulatorLostError, SimulatorProcess
 from rill.envs.robots.recording import Choice, Recording
 from rill.errors import RunError
@@ -58,36 +59,20 @@ class Waiting(NamedTuple):
     number: int
 
 
-class Work:
-    """What the stages of a worker have in common during one epoch of the tasks."""
+Work = asyncio.Queue[Waiting | None]
+"""What the stages of a worker have in common during one epoch of the tasks; None: no more will come."""
 
-    def __init__(self, num_envs: int) -> None:
-        self.waiting: deque[Waiting] = deque()
-        self.is_over = False
-        """No more tasks will come."""
-        self.changed = asyncio.Condition()
-        self._num_envs = num_envs
 
-    async def add(self, group: Group) -> None:
-        """Once there is a simulator for it: another worker may have one before."""
-        async with self.changed:
-            await self.changed.wait_for(lambda: len(self.waiting) < self._num_envs)
-            self.waiting += [Waiting(group, number) for number in range(group.task.num_samples)]
-            self.changed.notify_all()
-
-    async def end(self) -> None:
-        async with self.changed:
-            self.is_over = True
-            self.changed.notify_all()
-
-    async def take(self, num_free: int, *, wait: bool) -> list[Waiting]:
-        """Up to so many; `wait`: at least one, or the end."""
-        async with self.changed:
-            if wait:
-                await self.changed.wait_for(lambda: self.waiting or self.is_over)
-            taken = [self.waiting.popleft() for _ in range(min(num_free, len(self.waiting)))]
-            self.changed.notify_all()
-            return taken
+async def take(work: Work, num_free: int, *, wait: bool) -> list[Waiting]:
+    """Up to so many; `wait`: at least one, or the end."""
+    taken: list[Waiting] = []
+    while len(taken) < num_free and (not work.empty() or (wait and not taken)):
+        found = await work.get()
+        if found is None:
+            work.put_nowait(None)  # for the other stages
+            break
+        taken.append(found)
+    return taken
 
 
 class Stage:
@@ -110,6 +95,7 @@ class Stage:
 class RobotEnvWorker(Worker):
     def __init__(self, *, config: RobotConfig, run_dir: str) -> None:
         self.config = config
+        self._turn: Callable[[], AbstractContextManager[Any]] = nullcontext
         rollout = config.rollout
         sizes = [len(range(n, rollout.num_envs, rollout.stages)) for n in range(rollout.stages)]
         name = f"{self.group_name}-{self.rank}"
@@ -128,26 +114,33 @@ class RobotEnvWorker(Worker):
         """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         if self._answers is None or self._answers.name != answers[self.rank].name:  # other ones after a move
             self._answers = Answers(answers[self.rank])
+        if uses_device(self.config.simulator):
+            self._turn = partial(
+                self.device_lock, requests
+            )  # the policy waits for these: it lends the device then
         try:
             return asyncio.run(self._run(flows, RemotePolicy(requests, self._answers, self.rank)))
         except ExceptionGroup as errors:  # of the stages: the first is what went wrong
             raise errors.exceptions[0] from None
 
     async def _run(self, flows: Flows, policy: RemotePolicy) -> int:
-        work = Work(self.config.rollout.num_envs)
+        work: Work = asyncio.Queue(self.config.rollout.num_envs)
         async with asyncio.TaskGroup() as running:
             for stage in self.stages:
                 running.create_task(self._play(stage, work, flows, policy))
             count = 0
             async for lease in flows.tasks.leases():
                 count += 1
-                await work.add(Group(lease))
-            await work.end()
+                group = Group(lease)
+                for number in range(group.task.num_samples):
+                    # Waits while enough is waiting here: another worker's simulators may be free for the next task.
+                    await work.put(Waiting(group, number))
+            await work.put(None)
         return count
 
     async def _play(self, stage: Stage, work: Work, flows: Flows, policy: RemotePolicy) -> None:
         while True:
-            begun = await work.take(stage.size - len(stage.live), wait=not stage.live)
+            begun = await take(work, stage.size - len(stage.live), wait=not stage.live)
             if not begun and not stage.live:
                 return
             try:
@@ -215,14 +208,17 @@ class RobotEnvWorker(Worker):
     async def _simulate(
         self, stage: Stage, call: Callable[[Mapping[int, Any]], dict[int, Played]], asked: Mapping[int, Any]
     ) -> dict[int, Played]:
-        """In a thread, so that the other stages go on."""
-        if not asked:
-            return {}
-        began_s = time.perf_counter()
-        with trace.span("simulate", lane=stage.name, simulators=len(asked)):
-            played = await asyncio.to_thread(call, asked)
-        stage.simulating_s += time.perf_counter() - began_s
-        return played
+        """In a thread, so that the other stages go on; in turn with others, where simulators compute on the device."""
+
+        def simulated() -> dict[int, Played]:
+            with self._turn():
+                began_s = time.perf_counter()
+                with trace.span("simulate", lane=stage.name, simulators=len(asked)):
+                    played = call(asked)
+                stage.simulating_s += time.perf_counter() - began_s
+                return played
+
+        return await asyncio.to_thread(simulated) if asked else {}
 
     async def _finish(self, group: Group, stage: Stage, flows: Flows) -> None:
         outcome, kept = finished(
@@ -231,7 +227,7 @@ class RobotEnvWorker(Worker):
         await flows.finish(group.lease, outcome, kept)
 
     def _bring_back(self, stage: Stage, reason: str) -> None:
-        """On the thread that lives as long as the process: the kernel ends children with the thread that made them."""
+        """What was under way in it is lost; it goes on with a new process."""
         for _, recording in stage.live.values():
             if not recording.is_over:
                 recording.lose(reason)

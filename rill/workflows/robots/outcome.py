@@ -88,8 +88,7 @@ class SuccessWatch:
             recent = self._successes[-2 * WINDOW :]
             if len(recent) == 2 * WINDOW and min(recent[WINDOW:]) < SETTLED:
                 metrics["success/gain"] = (sum(recent[WINDOW:]) - sum(recent[:WINDOW])) / WINDOW
-        for observer in self._observers:
-            observer(replace(report, metrics=metrics))
+        replace(report, metrics=metrics).tell(self._observers)
 
 
 class FilmLog:

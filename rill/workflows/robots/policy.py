@@ -17,17 +17,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from rill.config import PartConfig
 from rill.envs.robots.base import check_task
 from rill.envs.robots.process import SimulatorProcess
-from rill.errors import WeightSyncError
 from rill.models.robots.base import POLICIES, Decision, Policy, load_policy, open_policy, read_saved
 from rill.models.robots.probe import probe
 from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
+from rill.training.parallel import copy_weights
 from rill.types import InitialState, Observation, PolicyVersion, RobotSpec
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workflows.config import SyncConfig
@@ -130,16 +128,7 @@ class RobotPolicyWorker(Worker):
         """Take new weights between two questions."""
         opened = manifest.open()
         with self.device_lock(), self._updating:
-            mine = self.policy.trained()
-            missing = set(mine)
-            with torch.no_grad():
-                for name, tensor in self.receiver.pull(opened):
-                    if name not in mine or mine[name].shape != tensor.shape:
-                        raise WeightSyncError(f"the policy here has no {name} of shape {tuple(tensor.shape)}")
-                    mine[name].copy_(tensor)
-                    missing.discard(name)
-            if missing:
-                raise WeightSyncError(f"the trainer's policy has no {', '.join(sorted(missing))}")
+            copy_weights(self.policy.trained(), self.receiver.pull(opened))
             self.version = manifest.version
             name = f"{self.group_name}[{self.rank}]"
             return Pulled.proven(

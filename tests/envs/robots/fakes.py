@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from rill.envs.robots.bank import Bank
 from rill.envs.robots.base import Simulator, SimulatorConfig, Step
 from rill.errors import ConfigError
 from rill.types import Floats, InitialState, Observation, RobotSpec
@@ -66,8 +67,7 @@ class PointSimulator(Simulator):
         is_over = abs(self._place) >= 0.4
         if is_over:
             self._steps = self._config.max_steps
-        truncated = not is_over and self._steps >= self._config.max_steps
-        return Step(self._seen(), float(success), is_over, truncated, success)
+        return Step(self._seen(), float(success), is_over, success)
 
     def expert(self) -> Floats:
         return np.array([-1.0 if self._start.task == "left" else 1.0], np.float32)
@@ -81,3 +81,15 @@ class PointSimulator(Simulator):
         size = self._config.image_size
         images = {"front": np.full((size, size, 3), int(127 + 100 * self._place), np.uint8)} if size else {}
         return Observation(state=state, images=images, instruction=f"go {self._start.task}")
+
+
+class PointScenes(Bank):
+    """As if it computed on a device: takes turns there with the policy."""
+
+    class Config(PointSimulator.Config):
+        type: Literal["tests.envs.robots.fakes:PointScenes"] = "tests.envs.robots.fakes:PointScenes"  # type: ignore[assignment]
+
+    uses_device = True
+
+    def __init__(self, config: Config, size: int) -> None:
+        super().__init__(PointSimulator.Config(max_steps=config.max_steps, step_s=config.step_s), size)

@@ -7,7 +7,7 @@ from torch import nn
 
 from rill.models.decode.low_rank import LowRankBank
 from rill.models.decode.structure import MLP, Layer, Projection
-from rill.models.eager import AttentionCall
+from rill.models.eager import AttentionCall, ScoreRule
 
 
 def make_layer(generator: torch.Generator) -> tuple[Layer, dict[nn.Module, str]]:
@@ -26,17 +26,15 @@ def make_layer(generator: torch.Generator) -> tuple[Layer, dict[nn.Module, str]]
         members = [modules[name] for name in names]
         return Projection(members, torch.cat([m.weight for m in members]), None)
 
-    call = AttentionCall(
-        num_heads=2, num_kv_heads=1, key_dim=4, value_dim=4, scale=0.5, window=0, softcap=0.0, sinks_H=None
-    )
+    call = AttentionCall(num_heads=2, num_kv_heads=1, key_dim=4, value_dim=4, rule=ScoreRule(0.5))
     layer = Layer(
         index=0,
         call=call,
         qkv=joined("q", "k", "v"),
         out=joined("o"),
-        q_norm=None,
-        k_norm=None,
+        head_norms=None,
         rope=0,
+        turn=None,
         mlp=MLP(joined("g", "u"), joined("d"), is_gelu=False),
         before_attention=None,
         after_attention=None,

@@ -27,13 +27,3 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, threads: int) 
             )
     finally:
         torch.set_num_threads(before)
-
-
-def test_its_gradients_are_those_of_an_ordinary_linear() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (
-        torch.randn(s, generator=generator, dtype=torch.float64) for s in ((2, 5, 8), (6, 8), (6,))
-    )
-    for tensor in (x, weight, bias):
-        tensor.requires_grad_()
-    assert torch.autograd.gradcheck(invariant_linear, (x, weight, bias))

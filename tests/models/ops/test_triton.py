@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rill.models.decode.decode_work import DecodeWork, shared_work, work_in_runs, work_list
-from rill.models.ops.torch_kernels import attend_one
+from rill.models.eager import ScoreRule
+from tests.models.ops.reference import attend_one
 
 pytestmark = pytest.mark.gpu
 
@@ -50,29 +51,18 @@ def test_decode_attention_of_unequal_lengths(
     rows = np.arange(len(lengths), dtype=np.int32)
     entries, runs = work_in_runs(lengths, rows, max_rows)
     work = DecodeWork(torch.from_numpy(entries).cuda(), runs)
+    rule = ScoreRule(dim**-0.5, window, softcap, sinks)
     found = []
     for _ in range(2):  # the second launch finds the counters as the first one left them
         out = torch.full((len(lengths), heads, dim), float("nan"), dtype=dtype, device="cuda")
-        attend(
-            query,
-            query.shape[1],
-            keys,
-            values,
-            tables,
-            work,
-            out,
-            scale=dim**-0.5,
-            window=window,
-            softcap=softcap,
-            sinks_H=sinks,
-        )
+        attend(query, keys, values, tables, work, out, rule)
         found.append(out)
     assert torch.equal(*found)
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         blocks = tables[row, :count].long()
         key, value = (c[blocks].flatten(0, 1)[:length].double() for c in (keys, values))
         one = query[row : row + 1, : heads * dim].view(1, heads, dim).double()
-        expected = attend_one(one, key, value, dim**-0.5, window, softcap, sinks)[0]
+        expected = attend_one(one, key, value, rule)[0]
         assert error(found[0][row], expected) < TOLERANCE[dtype], (row, length)
 
 
@@ -115,12 +105,10 @@ def test_what_rows_share_is_read_once_and_counts_for_each(
         shared=torch.from_numpy(shared.entries).cuda(),
     )
     out = torch.full((len(lengths), heads, dim), float("nan"), dtype=dtype, device="cuda")
-    attend(
-        query, query.shape[1], keys, values, tables, work, out,
-        scale=dim**-0.5, window=0, softcap=softcap, sinks_H=sinks,
-    )  # fmt: skip
+    rule = ScoreRule(dim**-0.5, 0, softcap, sinks)
+    attend(query, keys, values, tables, work, out, rule)
     for row, length in enumerate(lengths.tolist()):
         key, value = (c[tables[row].long()].flatten(0, 1)[:length].double() for c in (keys, values))
         one = query[row : row + 1, : heads * dim].view(1, heads, dim).double()
-        expected = attend_one(one, key, value, dim**-0.5, 0, softcap, sinks)[0]
+        expected = attend_one(one, key, value, rule)[0]
         assert error(out[row], expected) < TOLERANCE[dtype], (row, length)

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from rill.models.decode.attention_paged import CacheRows, PagedBatch
 from rill.models.decode.decode_work import DecodeWork, work_in_runs
+from rill.models.decode.structure import HeadNorms, Norm
+from rill.models.eager import ScoreRule
 from rill.models.ops.fp8 import FP8, LARGEST, Fp8Rows, ProductScales
-from rill.models.ops.torch_kernels import TorchKernels, attend_one
+from rill.models.ops.torch_kernels import TorchKernels
+from tests.models.ops.reference import attend_one
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if IS_INTERPRETED else [pytest.mark.gpu]
@@ -67,27 +71,31 @@ def test_rows_are_quantised_as_torch_does_it_and_zeros_stay_zeros(size: int) -> 
 @pytest.mark.parametrize("gemma", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_norm_reads_a_product_without_its_scales_and_writes_8_bits(gemma: bool, has_bias: bool) -> None:
-    hidden, raw, weight = randn(3, 96), randn(3, 96, scale=1e4), randn(96)
+    hidden, raw, norm = randn(3, 96), randn(3, 96, scale=1e4), Norm(randn(96), 1e-6, gemma)
     scales = ProductScales(
         torch.rand(3, device=DEVICE) * 1e-2,
-        torch.rand(96, device=DEVICE) * 1e-2,
+        torch.full((96,), 3e-3, device=DEVICE),
         randn(96) if has_bias else None,
     )
     whole = hidden.clone()
-    wanted = TorchKernels().add_norm(whole, scales.applied(raw), weight, 1e-6, gemma=gemma)
+    wanted = TorchKernels().add_norm(whole, scales.applied(raw), norm)
     for is_last in (False, True):
         mine = hidden.clone()
         found = kernels().add_norm_fp8(  # type: ignore[attr-defined]
-            mine, raw, weight, 1e-6, gemma=gemma, scales=scales, is_last=is_last
+            mine, raw, norm, scales, is_last=is_last
         )
         assert error(mine, whole) < 1e-2
         assert error(found, wanted) < 1e-2 if is_last else error(written(found), wanted) < ROUNDING
 
 
-@pytest.mark.parametrize("gelu", [False, True])
-def test_an_activation_reads_a_product_without_its_scales_and_writes_8_bits(gelu: bool) -> None:
-    raw = randn(3, 2 * 80, scale=1e4)
-    scales = ProductScales(torch.rand(3, device=DEVICE) * 1e-2, torch.rand(160, device=DEVICE) * 1e-2, None)
+@pytest.mark.parametrize(("gelu", "width"), [(False, 80), (True, 80), (False, 4112)])
+def test_an_activation_reads_a_product_without_its_scales_and_writes_8_bits(gelu: bool, width: int) -> None:
+    raw = randn(3, 2 * width, scale=1e4)
+    scales = ProductScales(
+        torch.rand(3, device=DEVICE) * 1e-2,
+        torch.tensor([3e-3, 7e-3], device=DEVICE).repeat_interleave(width),
+        None,
+    )
     wanted = TorchKernels().act_mul(scales.applied(raw), gelu=gelu)
     found = kernels().act_mul_fp8(raw, gelu=gelu, scales=scales)  # type: ignore[attr-defined]
     assert error(written(found), wanted) < ROUNDING
@@ -103,26 +111,21 @@ def test_keys_and_values_go_into_a_cache_of_8_bits_and_none_is_infinite(
     raw, cos, sin = randn(3, width, scale=200.0), randn(10, dim), randn(10, dim)
     positions = torch.tensor([1, 4, 7], device=DEVICE, dtype=torch.int32)
     slots = torch.tensor([3, 17, 40], device=DEVICE, dtype=torch.int32)
-    norms = (randn(dim), randn(dim)) if has_norm else (None, None)
-    scales = ProductScales(torch.rand(3, device=DEVICE), torch.rand(width, device=DEVICE), randn(width))
+    norms = HeadNorms(*(Norm(randn(dim), 1e-6, False) for _ in range(2))) if has_norm else None
+    parts = torch.tensor([heads, kv_heads, kv_heads], device=DEVICE) * dim  # a weight each
+    weight_N = torch.tensor([0.3, 0.9, 0.5], device=DEVICE).repeat_interleave(parts)
+    scales = ProductScales(torch.rand(3, device=DEVICE), weight_N, randn(width))
     whole = scales.applied(raw) if is_scaled else raw.clone()
     keys, values = (torch.zeros(3, 16, kv_heads, dim, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    TorchKernels().rope_store(
-        whole, cos, sin, positions.long(), slots.long(), *norms, 1e-6, keys, values, heads
-    )
+    rows = CacheRows(cos, sin, positions.long(), slots.long(), keys, values)
+    TorchKernels().rope_store(whole, rows, heads, norms)
     keys8, values8 = (torch.zeros(3, 16, kv_heads, dim, device=DEVICE, dtype=FP8) for _ in range(2))
     found = raw.clone()
     kernels().rope_store(  # type: ignore[attr-defined]
         found,
-        cos,
-        sin,
-        positions,
-        slots,
-        *norms,
-        1e-6,
-        keys8,
-        values8,
+        CacheRows(cos, sin, positions, slots, keys8, values8),
         heads,
+        norms,
         *([scales] if is_scaled else []),
     )
     queries = heads * dim
@@ -156,12 +159,11 @@ def test_few_rows_of_8_bits_times_a_weight_of_8_bits(
 def test_parts_are_added_normed_and_written_in_8_bits(has_post_norm: bool) -> None:
     from rill.models.ops.triton_skinny import add_parts_norm
 
-    hidden, weight, bias = randn(5, 96), randn(96), randn(96)
-    post, parts = randn(96) if has_post_norm else None, randn(3, 5, 96).float()
-    arguments = (parts, bias, post, weight, 1e-6)
+    hidden, bias, norm = randn(5, 96), randn(96), Norm(randn(96), 1e-6, False)
+    arguments = (randn(3, 5, 96).float(), bias, norm if has_post_norm else None, norm)
     plain, narrow = hidden.clone(), hidden.clone()
-    wanted = add_parts_norm(plain, *arguments, gemma=False)
-    found = add_parts_norm(narrow, *arguments, gemma=False, to_fp8=True)
+    wanted = add_parts_norm(plain, *arguments)
+    found = add_parts_norm(narrow, *arguments, to_fp8=True)
     assert isinstance(wanted, torch.Tensor) and torch.equal(plain, narrow)
     assert error(written(found), wanted) < ROUNDING
 
@@ -176,8 +178,6 @@ def test_products_without_scales_are_the_tensor_cores() -> None:
 @torch.no_grad()
 def test_attention_over_keys_and_values_of_8_bits(window: int) -> None:
     """Single tokens, and a prompt's second part."""
-    from rill.models.decode.attention_paged import PagedBatch
-
     heads, kv_heads, dim, block = 4, 2, 32, 16
     lengths = np.array([5, 70, 90], dtype=np.int32)  # the last has 20 queries
     counts = -(-lengths // block)
@@ -194,17 +194,16 @@ def test_attention_over_keys_and_values_of_8_bits(window: int) -> None:
         context_lens_B=torch.from_numpy(lengths).to(DEVICE),
         block_tables_BM=tables.to(DEVICE),
         num_decodes=2,
-        max_query_len=20,
-        max_context_len=90,
         table_rows_B=torch.arange(3, dtype=torch.int32, device=DEVICE),
         decode_work=DecodeWork(torch.from_numpy(entries).to(DEVICE), runs),
         prefill_tiles=torch.tensor([[2, 0]], dtype=torch.int32, device=DEVICE),
     )
+    rule = ScoreRule(dim**-0.5, window)
     out = kernels().attend_flat(  # type: ignore[attr-defined]
-        query, heads * dim, heads, keys, values, batch, scale=dim**-0.5, window=window, softcap=0.0
+        query, heads, keys, values, batch, rule
     )
     for row, (begin, end) in enumerate(((0, 1), (1, 2), (2, 22))):
         blocks = tables[row, : counts[row]].long().to(DEVICE)
         key, value = (c.float()[blocks].flatten(0, 1)[: lengths[row]].double() for c in (keys, values))
         one = query[begin:end].view(-1, heads, dim).double()
-        assert error(out[begin:end], attend_one(one, key, value, dim**-0.5, window)) < 1e-2
+        assert error(out[begin:end], attend_one(one, key, value, rule)) < 1e-2

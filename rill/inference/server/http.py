@@ -1,0 +1,261 @@
+"""The application as uvicorn calls it: finds the route, checks the caller, reads the body, sends the answer.
+
+    scope ─▶ route ───▶ key ─────▶ body: size, JSON, its model ─▶ handler(call, body) ─▶ Response
+             404, 405   401, 403   413, 400                       whatever it raises ─▶ errors.py
+
+No web framework does it: resolving a handler's arguments, middlewares and a task group around every stream took longer
+than everything that an answer needs. Handlers are listed in `Routes`, by module; openapi.py describes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+from pydantic import BaseModel
+from pydantic import ValidationError as PydanticError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rill.inference.server.errors import (
+    ApiError,
+    Tell,
+    bad_request,
+    describe_validation,
+    error_response,
+    to_api_error,
+)
+from rill.inference.server.openapi import describe
+from rill.inference.server.state import ServerState
+
+log = logging.getLogger(__name__)
+
+_encode_json = msgspec.json.Encoder().encode
+_decode_json = msgspec.json.Decoder().decode
+
+NAME = "{name}"
+"""The end of a path that a client chooses."""
+
+
+class Access(Enum):
+    OPEN = auto()  # load balancers have no key
+    CLIENT = auto()
+    ADMIN = auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One request, whose caller may make it."""
+
+    state: ServerState
+    http: Request
+    caller: str
+    """A short digest of its key."""
+    name: str = ""
+    """What stands in the path in place of NAME."""
+
+
+Handler = Callable[..., Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    method: str
+    path: str
+    access: Access
+    handler: Handler
+    body: type[BaseModel] | None
+    """What the handler takes, by its parameter `body`; None: nothing."""
+    needs_body: bool
+    tell: Tell | None
+    """How its errors are told. None: as OpenAI does."""
+
+
+class Routes(list[Endpoint]):
+    """The handlers of one module: `async def handler(call[, body])`."""
+
+    def get(self, path: str, access: Access) -> Callable[[Handler], Handler]:
+        return self._add("GET", path, access)
+
+    def post(self, path: str, access: Access, tell: Tell | None = None) -> Callable[[Handler], Handler]:
+        return self._add("POST", path, access, tell)
+
+    def _add(
+        self, method: str, path: str, access: Access, tell: Tell | None = None
+    ) -> Callable[[Handler], Handler]:
+        def add(handler: Handler) -> Handler:
+            wanted = get_type_hints(handler).get("body")
+            kinds = get_args(wanted) or (wanted,)
+            self.append(
+                Endpoint(
+                    method=method,
+                    path=path,
+                    access=access,
+                    handler=handler,
+                    body=kinds[0],
+                    needs_body=wanted is not None and type(None) not in kinds,
+                    tell=tell,
+                )
+            )
+            return handler
+
+        return add
+
+
+class Application:
+    """`started` makes the state, and ends what it holds; the application serves while it runs."""
+
+    def __init__(
+        self,
+        endpoints: Iterable[Endpoint],
+        started: Callable[[], AbstractAsyncContextManager[ServerState]],
+        *,
+        max_body_bytes: int,
+    ) -> None:
+        self._described = list(endpoints)
+        self._started = started
+        self._max_body_bytes = max_body_bytes
+        self._by_path: dict[str, dict[str, Endpoint]] = {}
+        self.add(self._described)
+        self._named = [path for path in self._by_path if path.endswith(NAME)]
+        self._state: ServerState | None = None
+
+    @property
+    def state(self) -> ServerState:
+        assert self._state is not None, "the application has not been started"
+        return self._state
+
+    def add(self, endpoints: Iterable[Endpoint]) -> None:
+        """More of them, which openapi() does not tell of."""
+        for endpoint in endpoints:
+            self._by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+
+    def openapi(self) -> dict[str, Any]:
+        return describe((e.method, e.path, e.handler.__doc__, e.body, e.needs_body) for e in self._described)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self._started() as self._state:
+            yield
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close"})
+            return
+        endpoint = None
+        try:
+            endpoint, name = self._find(scope["method"], scope["path"])
+            response = await self._answer(endpoint, name, Request(scope, receive))
+        except Exception as error:
+            response = error_response(to_api_error(error), None if endpoint is None else endpoint.tell)
+            if response.status_code == 500:
+                log.error("unhandled error in %s %s", scope["method"], scope["path"], exc_info=error)
+        # By route, not by path: a client must not be able to make new time series.
+        path = "unknown" if endpoint is None else endpoint.path
+        self.state.metrics.responses[path, response.status_code] += 1
+        await response(scope, receive, send)
+
+    async def _answer(self, endpoint: Endpoint, name: str, request: Request) -> Response:
+        state, caller = self.state, ""
+        if endpoint.access is Access.CLIENT:
+            caller = state.keys.check_client(request)
+        elif endpoint.access is Access.ADMIN:
+            state.keys.check_admin(request)
+        call = Call(state=state, http=request, caller=caller, name=name)
+        if endpoint.body is None:
+            return await endpoint.handler(call)
+        return await endpoint.handler(call, await self._body(endpoint, request))
+
+    def _find(self, method: str, path: str) -> tuple[Endpoint, str]:
+        by_method, name = self._by_path.get(path), ""
+        for named in self._named if by_method is None else ():
+            if path.startswith(prefix := named.removesuffix(NAME)):
+                by_method, name = self._by_path[named], path[len(prefix) :]
+        if by_method is None:
+            raise ApiError(404, "Not Found")
+        if method not in by_method:
+            raise ApiError(405, "Method Not Allowed", headers={"Allow": ", ".join(sorted(by_method))})
+        return by_method[method], name
+
+    async def _body(self, endpoint: Endpoint, request: Request) -> BaseModel | None:
+        headers: dict[bytes, bytes] = dict(request.scope["headers"])
+        content = await self._read(request.receive, headers.get(b"content-length", b"0"))
+        if not content and not endpoint.needs_body:
+            return None
+        # What a web page may send without asking is of no other type.
+        if content and b"json" not in headers.get(b"content-type", b""):
+            raise bad_request("the body must be JSON: send Content-Type: application/json")
+        assert endpoint.body is not None
+        try:
+            return endpoint.body.model_validate(_decode_json(content))
+        except PydanticError as error:
+            raise describe_validation(error) from None
+        except (ValueError, RecursionError):
+            raise bad_request("the request body is not valid JSON", code="invalid_json") from None
+
+    async def _read(self, receive: Receive, declared: bytes) -> bytes:
+        """413 before more than the limit is held in memory, whatever was declared."""
+        limit = self._max_body_bytes or math.inf
+        num_bytes = int(declared) if declared.isdigit() else 0
+        parts: list[bytes] = []
+        is_whole = False
+        while not is_whole and num_bytes <= limit:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(499, "the client went away")
+            parts.append(message.get("body", b""))
+            num_bytes = sum(map(len, parts))
+            is_whole = not message.get("more_body")
+        if num_bytes > limit:
+            raise ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")
+        return b"".join(parts)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            async with self.running():
+                await send({"type": "lifespan.startup.complete"})
+                await receive()
+        except Exception as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            raise
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    return Response(_encode_json(body), status_code=status, media_type="application/json")
+
+
+def event(body: Any) -> bytes:
+    return b"data: " + _encode_json(body) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events. `on_close` runs even when the client left before the first event."""
+
+    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+        self.status_code = 200
+        self._events, self._on_close = events, on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._on_close()
