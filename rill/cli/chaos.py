@@ -56,6 +56,8 @@ CALM_AFTER = 0.75
 SPREAD = 0.8
 """Of its steps all faults have come: where there are fewer by then, the next comes sooner."""
 SOONER = 0.1
+LOOK_S = 0.05
+"""How often its steps are looked at."""
 SETTINGS = ("loop.max_relaunches=100000", "journal.keep=true")
 GOOD = (True, "not promised here")
 EXACT = "rollout.engine.batch_invariant=true"
@@ -90,7 +92,8 @@ def chaos(
     finishes, every group is trained on once, every token has its record, no tool ran twice, nothing is left behind
     and, where the run is synchronous, the weights are those of an undisturbed run before it to the last bit.
 
-    Ends with exit code 1 when something did not hold. What was done is in the run folder, in chaos.json.
+    Ends with exit code 1 when something did not hold, or nothing was done to it. What was done is in the run folder,
+    in chaos.json.
 
     \b
     Examples:
@@ -126,11 +129,13 @@ def chaos(
     write_atomically(hurt.run().path / CHAOS_FILE, json.dumps(report, indent=1))
     counts = {kind: sum(fault.kind == kind for fault in done) for kind in chosen}
     say(f"{'faults':<42} {len(done)} ({', '.join(f'{kind} {n}' for kind, n in counts.items())})")
+    if faults and not done:
+        complain("nothing was done to it: it ended too soon (more loop.steps, a smaller --every)")
     for promise, verdict in held.items():
         color = "green" if verdict in GOOD else "red"
         say(f"{promise:<42} {typer.style('held' if verdict is True else str(verdict), fg=color)}")
     say(f"{'told in':<42} {hurt.run().path / CHAOS_FILE}")
-    if any(verdict not in GOOD for verdict in held.values()):
+    if any(verdict not in GOOD for verdict in held.values()) or (faults and not done):
         raise typer.Exit(1)
 
 
@@ -194,28 +199,20 @@ class Harness:
         self._num_steps = num_steps
         self._newest_step = 0
         self._size = 0
+        self._has_stepped = False
         self._may_strike_again = True
 
     def run(self, num_faults: int, timeout_s: float) -> list[Fault]:
         started_s = time.monotonic()
         done: list[Fault] = []
         while time.monotonic() - started_s < timeout_s:
-            wait_s = min(self._rng.expovariate(1 / self._every_s), 5 * self._every_s)
-            if len(done) < num_faults * self._newest_step / (SPREAD * self._num_steps):
-                wait_s *= SOONER
             if time.monotonic() - started_s > CALM_AFTER * timeout_s:
                 num_faults = len(done)
-            if len(done) >= num_faults:
-                wait_s = 1.0
-            try:
-                if self._hurt.process.wait(wait_s) == 0:
-                    return done
-            except subprocess.TimeoutExpired:
-                if (
-                    len(done) < num_faults
-                    and self._is_due()
-                    and (fault := self._inflict(started_s)) is not None
-                ):
+            code = self._wait(len(done), num_faults)
+            if code == 0:
+                return done
+            if code is None:
+                if len(done) < num_faults and self._is_due() and (fault := self._inflict(started_s)):
                     done.append(fault)
                 continue
             if not done or done[-1].kind != "driver":
@@ -227,13 +224,30 @@ class Harness:
         self._hurt.process.kill()
         return done
 
-    def _is_due(self) -> bool:
+    def _wait(self, num_done: int, num_faults: int) -> int | None:
+        """Until the next fault may come, or the run's exit code. Its steps are watched: a fast run is hurt in time."""
+        left_s = min(self._rng.expovariate(1 / self._every_s), 5 * self._every_s)
+        while left_s > 0:
+            try:
+                return self._hurt.process.wait(LOOK_S)
+            except subprocess.TimeoutExpired:
+                is_late = num_done < num_faults * self._progress() / SPREAD
+                left_s -= LOOK_S / SOONER if is_late else LOOK_S
+        return None
+
+    def _progress(self) -> float:
+        """The share of its steps that were taken."""
         path = self._hurt.path / METRICS_FILE
         size = path.stat().st_size if path.exists() else 0
-        before, self._size = self._size, size
-        if size > before:  # a step was taken
+        before, self._size = self._size, size  # it is cut when a run is resumed
+        if size > before:
+            self._has_stepped = self._may_strike_again = True
             self._newest_step = max([self._newest_step, *(row.step for row in read_metrics(self._hurt.path))])
-            self._may_strike_again = True
+        return self._newest_step / self._num_steps
+
+    def _is_due(self) -> bool:
+        if self._has_stepped:
+            self._has_stepped = False
             return True
         is_due = self._may_strike_again and self._rng.random() < WHILE_IT_RECOVERS
         self._may_strike_again &= not is_due

@@ -84,7 +84,7 @@ def hurt(folder: Path, *arguments: str) -> tuple[str, dict[str, object]]:
 @pytest.mark.timeout(600)
 def test_a_hurt_run_keeps_every_promise(tmp_path: Path) -> None:
     output, found = hurt(
-        tmp_path, "loop.steps=6", "algorithm.correction=tis", "--faults", "2", "--every", "0.5"
+        tmp_path, "loop.steps=12", "algorithm.correction=tis", "--faults", "2", "--every", "0.5"
     )
     assert found["held"]["the weights are the same to the last bit"] is True, output  # type: ignore[index]
 
