@@ -351,6 +351,16 @@ def test_a_version_that_one_replica_does_not_take_is_in_service_and_it_comes_to_
     assert len(router.generate([request(f"served{i}", first=40 + 9 * i) for i in range(4)], 30.0)) == 4
 
 
+def test_a_replica_whose_health_check_fails_is_started_again_and_the_next_one_too(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        wait_for(lambda: ready(router) == 2)
+        broken = router.slots[0].running
+        monkeypatch.setattr(broken, "call", _refuse)
+        wait_for(lambda: ready(router) == 2 and router.slots[0].running is not broken)  # noqa: B023
+
+
 def _refuse(*args: Any, **kwargs: Any) -> None:
     raise WeightSyncError("not this one")
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from rill.config import Config, PartConfig
-from rill.errors import EngineError, ModelError, PeerDiedError, RillError, StuckError, WeightSyncError
+from rill.errors import EngineError, ModelError, PeerDiedError, RillError, WeightSyncError
 from rill.inference.base import ADAPTER_FILES, Delta, Feature, MemoryLevel, NamedTensors, PauseMode
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.commands import MOVE_TIMEOUT_S
@@ -311,7 +311,9 @@ class ReplicaSet:
         def check(slot: Slot) -> bool:
             try:
                 slot.running.call("stats", timeout_s=self.config.health_timeout_s)
-            except StuckError as error:
+            except PeerDiedError:
+                return False
+            except RillError as error:  # whatever it is: the caretaker must not end of it
                 log.warning("%s: ended, because %s", slot.running.name, error)
                 slot.running.kill()
                 return False

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from rill.config import PartConfig
-from rill.errors import EngineError, PeerDiedError, StuckError
+from rill.errors import EngineError, PeerDiedError, RillError
 from rill.inference.base import Completion, Delta, EngineStats, Feature, NamedTensors, Request
 from rill.inference.flight import Flight
 from rill.inference.replica import ReplicaProcess
@@ -127,7 +127,7 @@ class Router(Generates, ReplicaSet):
         """Sums over the replicas that answer; `extra` says how many are ready and how often a request moved."""
 
         def ask(slot: Slot) -> list[EngineStats]:
-            with suppress(StuckError):
+            with suppress(RillError):
                 return [slot.running.call("stats", timeout_s=self.config.health_timeout_s)]
             return []
 
