@@ -89,16 +89,6 @@ class WorkerCost:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
-    """What a person has decided already."""
-
-    devices: int | None = None
-    ids: tuple[int, ...] = ()
-    kind: str | None = None
-    parallel: int | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Seat:
     """A worker of a stage: which of its options, and how many replicas."""
@@ -136,7 +126,8 @@ class Problem:
     min_chunk: int = 1
     lag: int = 0
     """Steps that generation may be ahead of training."""
-    pins: Mapping[str, Pin] = field(default_factory=dict)
+    pins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The devices that a person has chosen for a worker."""
 
     def __post_init__(self) -> None:
         if not self.pools or sum(pool.count for pool in self.pools) < 1:
@@ -192,20 +183,17 @@ class Problem:
         return _one_worker(self, tables[0]) if len(tables) == 1 else _cycle(self, node, tables)
 
     def _rows(self, worker: str, chunk: int, is_member: bool) -> _Rows:
-        cost, pin = self.workers[worker], self.pins.get(worker, Pin())
-        batch = self.graph.batch
+        cost, batch = self.workers[worker], self.graph.batch
+        num_pinned = len(self.pins.get(worker, ()))
         pieces = []
         for number, option in enumerate(cost.options):
             pool = next((i for i, pool in enumerate(self.pools) if pool.kind == option.kind), None)
-            if pool is None or (pin.kind or option.kind) != option.kind:
-                continue
-            if (pin.parallel or option.parallel) != option.parallel:
+            if pool is None:
                 continue
             most = self.pools[pool].count // option.parallel
             replicas = np.arange(option.least, most + 1)
-            count = pin.devices or len(pin.ids)
-            if count:
-                replicas = replicas[replicas * option.parallel == count]
+            if num_pinned:
+                replicas = replicas[replicas * option.parallel == num_pinned]
             if is_stream(cost, chunk, batch):
                 times = stream_seconds(cost, option, chunk, batch, replicas, self.paces)
             else:
@@ -481,24 +469,13 @@ def _best_rows(
 def why_no_stage(problem: Problem, node: Node) -> str:
     """Which constraint keeps a node off the devices, and the smallest change that would work."""
     for worker in node.members or (node.name,):
-        cost, pin = problem.workers[worker], problem.pins.get(worker, Pin())
+        cost = problem.workers[worker]
         kinds = {pool.kind: pool for pool in problem.pools}
         options = [o for o in cost.options if o.kind in kinds]
         if not options:
             measured = ", ".join(sorted({o.kind for o in cost.options}))
             return (
                 f"{worker} was measured on {measured}; the devices are {', '.join(kinds)}: profile it there"
-            )
-        options = [
-            o
-            for o in options
-            if (pin.kind or o.kind) == o.kind and (pin.parallel or o.parallel) == o.parallel
-        ]
-        if not options:
-            sizes = sorted({o.parallel for o in cost.options})
-            return (
-                f"{worker} is pinned to what no profile has (kind {pin.kind}, parallel {pin.parallel}): "
-                f"measured are sizes {sizes}"
             )
         smallest = min(options, key=lambda o: o.parallel)
         available = kinds[smallest.kind].count
@@ -508,7 +485,7 @@ def why_no_stage(problem: Problem, node: Node) -> str:
                 f"{worker} needs {needed} {smallest.kind} devices ({smallest.parallel} to a replica, measured on "
                 f"{smallest.least} or more), there are {available}: add {needed - available}"
             )
-        count = pin.devices or len(pin.ids)
+        count = len(problem.pins.get(worker, ()))
         if count and not any(count % o.parallel == 0 and count <= kinds[o.kind].count for o in options):
             return (
                 f"{worker} is pinned to {count} devices: it needs a multiple of {smallest.parallel}, "

@@ -25,7 +25,7 @@ import msgspec
 
 from rill.config.toml import dumps
 from rill.errors import PlanError
-from rill.planning.cost import Pin, Problem, Seat
+from rill.planning.cost import Problem, Seat
 from rill.planning.frontier import Op
 from rill.planning.graph import ARROW, Graph
 from rill.planning.price import price, seat_of, stage_seconds
@@ -252,7 +252,7 @@ def _assigned(problem: Problem, tree: Tree) -> dict[str, tuple[int, ...]]:
 
 def _pinned_in(problem: Problem, tree: Tree) -> set[int]:
     seats = [seat for stage in tree.stages() for seat in stage.seats]
-    return {i for seat in seats for i in problem.pins.get(seat.worker, Pin()).ids}
+    return {i for seat in seats for i in problem.pins.get(seat.worker, ())}
 
 
 def _assign(problem: Problem, tree: Tree, free: list[list[int]], found: dict[str, tuple[int, ...]]) -> None:
@@ -273,7 +273,7 @@ def _assign(problem: Problem, tree: Tree, free: list[list[int]], found: dict[str
     left = [list(ids) for ids in free]
     for seat in tree.seats:
         kind = next(i for i, pool in enumerate(problem.pools) if pool.kind == seat.kind)
-        pinned = problem.pins.get(seat.worker, Pin()).ids
+        pinned = problem.pins.get(seat.worker, ())
         found[seat.worker] = pinned or tuple(left[kind][: seat.devices])
         if tree.is_apart:
             left[kind] = [i for i in left[kind] if i not in found[seat.worker]]

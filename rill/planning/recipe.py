@@ -26,7 +26,7 @@ from rill.config.base import value_at
 from rill.config.resolve import DEFAULT, source_of
 from rill.config.toml import dumps, key_lines
 from rill.errors import PlanError
-from rill.planning.cost import Pin, Problem, WorkerCost
+from rill.planning.cost import Problem, WorkerCost
 from rill.planning.fit import constant
 from rill.planning.graph import ARROW
 from rill.planning.plan import Plan, parse_ids
@@ -168,7 +168,7 @@ def problem_of(
         min_chunk=_smallest_measured(costs),
         lag=config.loop.max_lag,
         pins={
-            name: Pin(ids=tuple(d.id for seat in resolve(placed, devices) for d in seat.devices))
+            name: tuple(d.id for seat in resolve(placed, devices) for d in seat.devices)
             for name in costs
             if (placed := pinned_placement(config, provenance, name)) is not None
         },

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rill.errors import PlanError, RunError
-from rill.planning.cost import Pin, Pool, Problem
+from rill.planning.cost import Pool, Problem
 from rill.planning.pilot import Report, Steering
 from rill.planning.plan import Plan, structure_text
 from rill.planning.price import price, stage_seconds
@@ -188,7 +188,7 @@ class Replanner:
         except PlanError as error:
             log.warning("the run does not replan: %s", error)
             return None
-        pins = {name: Pin(ids=placed.ids) for name, placed in plan.workers.items() if placed.pinned}
+        pins = {name: placed.ids for name, placed in plan.workers.items() if placed.pinned}
         problem = replace(problem_of(config, {}, profile, devices), pins=pins)
         return cls(config, plan, profile, problem, price(problem, plan.tree(problem.graph)).tree)
 

@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rill.errors import PlanError
-from rill.planning.cost import Pin, Problem, Seat, Stage, why_no_stage
+from rill.planning.cost import Problem, Seat, Stage, why_no_stage
 from rill.planning.frontier import (
     DEVICES,
     INTERVAL,
@@ -587,7 +587,7 @@ def _pinned_pairs(problem: Problem) -> dict[tuple[int, int], bool]:
     """Nodes whose device ids are pinned: whether the two share. Ids that overlap in part have no plan."""
     ids: dict[int, frozenset[int]] = {}
     for index, node in enumerate(problem.graph.nodes):
-        pinned = [set(problem.pins.get(m, Pin()).ids) for m in node.members or (node.name,)]
+        pinned = [set(problem.pins.get(m, ())) for m in node.members or (node.name,)]
         if any(pinned):
             ids[index] = frozenset(set().union(*pinned))
     pairs = {}

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rill.errors import PlanError
-from rill.planning.cost import Pin
 from rill.planning.plan import Plan, choose, ids_text, parse_ids
 from rill.planning.price import price
 from rill.planning.search import Mode, best_of_modes, search
@@ -49,7 +48,7 @@ def test_a_plan_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_pinned_ids_are_the_ids_of_the_plan() -> None:
-    pins = {"rollout": Pin(ids=(2, 3, 6)), "actor": Pin(ids=(0, 7))}
+    pins = {"rollout": (2, 3, 6), "actor": (0, 7)}
     plan = Plan.of(three(pins=pins), search(three(pins=pins)))
     assert plan.workers["rollout"].ids == (2, 3, 6)
     assert plan.workers["actor"].ids == (0, 7)
