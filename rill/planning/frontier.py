@@ -165,12 +165,15 @@ def _unbeaten(table: Floats) -> Ints:
     if len(table) <= 1:
         return np.arange(len(table))
     varies = (table[1:] != table[0]).any(axis=0)  # a column that is the same everywhere says nothing
+    varies[INTERVAL] &= bool((table[:, INTERVAL] != table[:, LATENCY]).any())
     columns = [table[:, c] for c in np.flatnonzero(varies) if c != LATENCY]
     return undominated([*columns, -table[:, MIX]] if varies[MIX] else columns, table[:, LATENCY])
 
 
 def undominated(axes: Sequence[Floats | Ints], value: Floats) -> Ints:
     """Indices of the rows for which no other row is at most as large on every axis and in value."""
+    if len(axes) == 1:
+        return _undominated_in_order(axes[0], value)
     if len(value) <= _FEW_ROWS:
         return _undominated_in_pairs(axes, value)
     ranks, sizes = [], []
@@ -183,6 +186,15 @@ def undominated(axes: Sequence[Floats | Ints], value: Floats) -> Ints:
     if num_cells > _MAX_CELLS or num_cells * 8 > num_comparisons:
         return _undominated_in_blocks(ranks, value)
     return _undominated_on_grid(ranks, sizes, value)
+
+
+def _undominated_in_order(axis: Floats | Ints, value: Floats) -> Ints:
+    """Along one axis: a row stays if its value is less than all before it."""
+    order = np.lexsort((value, axis))
+    ordered = value[order]
+    is_kept = np.ones(len(order), np.bool_)
+    is_kept[1:] = ordered[1:] < np.minimum.accumulate(ordered)[:-1]
+    return np.sort(order[is_kept])
 
 
 def _undominated_in_pairs(axes: Sequence[Floats | Ints], value: Floats) -> Ints:

@@ -221,9 +221,16 @@ class _Best:
         if not len(ways):
             return cls()
         devices = ways.devices.sum(axis=1)
-        columns = (ways.latency, ways.interval, ways.table[:, SWAP], devices)
-        products = (devices * ways.latency, devices * ways.interval)
-        return cls(*(float(column.min()) for column in (*columns, *products)))
+        least = ways.table.min(axis=0)
+        held = (devices[:, None] * ways.table[:, : INTERVAL + 1]).min(axis=0)
+        return cls(
+            latency_s=float(least[LATENCY]),
+            interval_s=float(least[INTERVAL]),
+            swap_s=float(least[SWAP]),
+            devices=float(devices.min()),
+            device_latency_s=float(held[LATENCY]),
+            device_interval_s=float(held[INTERVAL]),
+        )
 
 
 class _Search:
@@ -234,6 +241,7 @@ class _Search:
         self.graph = problem.graph
         self.mode = mode
         self.bound_s = bound_s * _SLACK
+        self._bound_device_s = self.bound_s * problem.num_devices
         self._is_bounded = math.isfinite(bound_s)
         self._is_rough = is_rough
         self._levels = problem.levels[::3] if is_rough else problem.levels
@@ -424,7 +432,7 @@ class _Search:
         k = self.graph.batch / chunk
         first = (math.sqrt(s.device_latency_s) + math.sqrt(t.device_latency_s)) ** 2
         later = first if is_whole else s.device_interval_s + t.device_interval_s
-        return first + (k - 1) * later > self.bound_s * self.problem.num_devices - self._outside(part)[0]
+        return first + (k - 1) * later > self._bound_device_s - self._outside(part)[0]
 
     def _is_below(self, part: int, chunk: int, table: Floats) -> Bools:
         devices = table[:, DEVICES:].sum(axis=1)
@@ -447,7 +455,7 @@ class _Search:
         limit_s = self.bound_s * (self.problem.lag + 1)
         if interval is latency:
             result = latency <= min(limit_s - chain_and_batch, (limit_s - chain) / k)
-            result &= devices * latency <= (self.bound_s * self.problem.num_devices - rest) / k
+            result &= devices * latency <= (self._bound_device_s - rest) / k
         else:
             later = (k - 1) * interval
             result = latency <= limit_s - chain_and_batch
@@ -455,7 +463,7 @@ class _Search:
             # Synchronous, no batch is under way behind another: a pipeline's devices wait while it fills and empties.
             first = latency if self.problem.lag == 0 else np.minimum(latency, interval)
             held = devices * (first + later)
-            result &= held <= self.bound_s * self.problem.num_devices - rest
+            result &= held <= self._bound_device_s - rest
         return result
 
     def _outside(self, part: int) -> tuple[float, float, float, float]:
