@@ -8,8 +8,10 @@ profiled, every mode is searched for, and the plan found runs for some steps. `a
 ahead. One JSON line a run: seconds of a step, predicted (plans near the best were tried with the profile), by the model
 alone, simulated, and real (the median, without the first steps), with the seconds of each worker, by the model and
 real; then one a workload: the median error, whether the modes come in the right order, and how auto compares with the
-best and the worst. Needs a quiet machine with more free cores than slots: hub and driver work beside them. --svg draws
-a step of each mode of the last workload, as predicted and as it was.
+best and the worst. Needs a quiet machine with more free cores than slots: hub and driver work beside them. Shared
+machines change their speed by the minute, so a fixed piece of work is timed with every profile and run: `drift` is how
+much longer it took than at the profile, and `error_without_drift` the error with the prediction scaled by it. --svg
+draws a step of each mode of the last workload, as predicted and as it was.
 
     python benchmarks/plan_prediction.py --workloads h200
 
@@ -24,6 +26,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,6 +134,7 @@ class Picture(NamedTuple):
     """A step under a plan, predicted and real."""
 
     mode: str
+    drift: float
     predicted_s: float
     real_s: float
     predicted: list[Lane]
@@ -188,6 +192,19 @@ def real_run(values: RecipeValues, plan: Plan, root: Path) -> Real:
     return Real(step_s, busy, real_lanes(run, plan, typical))
 
 
+def pace() -> float:
+    """Seconds of a fixed piece of work: products of the size of the model's, one thread. The median of many."""
+    torch.set_num_threads(1)
+    a, b = torch.randn(256, 128), torch.randn(128, 384)
+    times = []
+    for _ in range(40):
+        began_s = time.perf_counter()
+        for _ in range(100):
+            torch.mm(a, b)
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times)
+
+
 def start(config: RLConfig, run: Run, pilot: Pilot) -> None:
     WORKFLOWS.load(config.workflow)(config, run, ()).run(pilot=pilot)
 
@@ -212,7 +229,9 @@ def one_plan(name: str, args: argparse.Namespace) -> None:
     report(name, "auto", plan, profile.tried[plan.signature])
 
 
-def compared(name: str, mode: str, lag: int, args: argparse.Namespace, profile: Profile) -> Picture:
+def compared(
+    name: str, mode: str, lag: int, args: argparse.Namespace, profile: Profile, profile_pace_s: float
+) -> Picture:
     values = workload(name, args, lag)
     config = resolved(values)
     devices = devices_of(config)
@@ -221,19 +240,23 @@ def compared(name: str, mode: str, lag: int, args: argparse.Namespace, profile: 
     problem = problem_of(config, {}, profile, devices)
     plan, found = choose(problem, Mode(mode), tried=profile.tried)
     priced = price(problem, found.tree)
+    before_s = pace()
     with tempfile.TemporaryDirectory() as root:
         real = real_run(values, plan, Path(root))
+    drift = (before_s + pace()) / 2 / profile_pace_s
     label = "asynchronous" if lag else mode
     stages = {stage.nodes[0]: stage_seconds(problem, stage) for stage in priced.tree.stages()}
     report(
         name, label, plan, real.step_s,
+        drift=round(drift, 4),
+        error_without_drift=round(plan.step_s * drift / real.step_s - 1, 4),
         by_the_model_s=round(priced.step_s, 4),
         simulated_s=round(simulate(problem, found.tree, steps=5).mean_step_s, 4),
         workers={w: [round(stages.get(w, 0.0), 4), round(seconds, 4)] for w, seconds in real.busy_s.items()},
     )  # fmt: skip
     lanes = predicted_lanes(problem, found, plan)
     predicted = [Lane(int(x["lane"].split()[1]), x["name"], x["start_s"], x["end_s"]) for x in lanes]
-    return Picture(label, plan.step_s, real.step_s, predicted, real.lanes)
+    return Picture(label, drift, plan.step_s, real.step_s, predicted, real.lanes)
 
 
 def draw(pictures: list[Picture], title: str) -> str:
@@ -282,24 +305,28 @@ def main() -> None:
             one_plan(name, args)
             continue
         config = resolved(workload(name, args))
+        before_s = pace()
         profile = measure(config, {}, devices_of(config), start=start, num_rounds=args.rounds)
+        pace_s = (before_s + pace()) / 2
         print(json.dumps({"workload": name, "profile": profile.dumps()}), flush=True)
         rows: dict[str, Picture] = {}
         for mode, lag in MODES:
             label = "asynchronous" if lag else mode
             try:
-                rows[label] = compared(name, mode, lag, args, profile)
+                rows[label] = compared(name, mode, lag, args, profile, pace_s)
             except PlanError as error:
                 print(json.dumps({"workload": name, "mode": label, "impossible": str(error)}), flush=True)
         if args.svg:
             args.svg.write_text(draw([one for one in rows.values() if one.mode != "auto"], name))
         errors = [abs(one.predicted_s / one.real_s - 1) for one in rows.values()]
+        without = [abs(one.predicted_s * one.drift / one.real_s - 1) for one in rows.values()]
         auto_s = rows["auto"].real_s
         others = {one.mode: one.real_s for one in rows.values() if one.mode not in ("auto", "asynchronous")}
         by_prediction = sorted(others, key=lambda label: rows[label].predicted_s)
         summary = {
             "benchmark": "plan_prediction", "workload": name, "limit": 0.05,
             "median_error": round(statistics.median(errors), 4),
+            "median_error_without_drift": round(statistics.median(without), 4),
             "order_holds": by_prediction == sorted(others, key=others.__getitem__),
             "auto_over_best": round(auto_s / min(others.values()), 3),
             "worst_over_auto": round(max(others.values()) / auto_s, 3),
