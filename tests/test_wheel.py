@@ -15,7 +15,7 @@ pytest.importorskip("hatchling")
 
 def pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
-    subprocess.run(command, check=True, timeout=100, capture_output=True)
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
 
 
 def test_the_wheel_needs_no_checkout(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_the_wheel_needs_no_checkout(tmp_path: Path) -> None:
             env={**os.environ, "PYTHONPATH": str(place)},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -87,7 +87,7 @@ def test_what_the_recipe_places_itself_is_pinned_and_stays() -> None:
         profile(config, {"rollout": 1.0, "reference": 0.2, "actor": 0.5}),
         devices_of(config),
     )
-    assert problem.pins["actor"].ids == (2,) and "rollout" not in problem.pins
+    assert problem.pins["actor"] == (2,) and "rollout" not in problem.pins
     assert problem.levels == (4, 2)
     plan = Plan.of(problem, search(problem))
     assert plan.workers["actor"].pinned
