@@ -32,7 +32,7 @@ from rill.cli.stall import StallWatch
 from rill.dashboard.pages import account_of
 from rill.dashboard.report import write_report
 from rill.errors import RillError, mistake_behind
-from rill.journal.checkpoints import newest_size, step_of, whole_checkpoints
+from rill.journal.checkpoints import newest_size, place_of, step_of, whole_checkpoints
 from rill.telemetry import guards, trace
 from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
 from rill.telemetry.metrics import MetricLog, read_metrics
@@ -197,7 +197,7 @@ def _say_what_is_left(run: Run, error: BaseException) -> None:
     if not run.path.exists() or not has_something_to_keep(run):
         return
     if checkpoints := whole_checkpoints(run):
-        error.add_note(f"resume from step {step_of(checkpoints[-1])} with: {run.resume_command}")
+        error.add_note(f"resume from {place_of(checkpoints[-1])} with: {run.resume_command}")
     else:
         error.add_note(
             f"resume with: {run.resume_command} (no checkpoint yet: its steps are taken again, its tokens are kept)"

@@ -6,6 +6,9 @@ checkpoints/step-000020/
   manifest.json     written last; a folder without it does not count. It names the checksum of every file that has no
                     manifest of its own, and of those manifests (a trainer's names its own files)
 
+Supervised steps before RL count up to 0, as in the metrics: a checkpoint of step -250 was taken 250 of them before the
+first step, and holds the actor alone.
+
 `save` returns when training may go on; files are written behind it, and the manifest when all of them are there, which
 the next `save`, or leaving the block, makes sure of.
 """
@@ -50,14 +53,17 @@ class RunCheckpoints:
         timeout_s: float,
         *,
         compacts: bool = True,
+        is_warm_up: bool = False,
     ) -> None:
-        """`compacts`: the token log is removed as far as no checkpoint needs it."""
+        """`compacts`: the token log is removed as far as no checkpoint needs it. `is_warm_up`: of the steps before the
+        first; else those are not looked at."""
         self._run = run
         self._folder = run.checkpoints_dir
         self._groups = dict(groups)
         self._keep = keep
+        self._is_warm_up = is_warm_up
         self._timeout_s = timeout_s
-        self._newest_step = -1
+        self._newest_step: int | None = None
         """Saved or loaded by this object."""
         self._scores: dict[int, float] = {}
         self._unsettled: tuple[int, list[Handle]] | None = None
@@ -136,7 +142,7 @@ class RunCheckpoints:
             # Half a checkpoint only takes room.
             shutil.rmtree(self._folder / f"step-{step:06d}", ignore_errors=True)
             whole = whole_checkpoints(self._run)
-            kept = f"the one of step {step_of(whole[-1])} is whole" if whole else "there is none before it"
+            kept = f"the one of {place_of(whole[-1])} is whole" if whole else "there is none before it"
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self._folder} with {free_mb:,.0f} MB free "
                 f"({str(error).splitlines()[0]}); {kept}. Make room or lower loop.keep_checkpoints, then resume"
@@ -149,7 +155,9 @@ class RunCheckpoints:
         run goes on from there, and what it saves then is the newest. Where nothing else is left that is an error,
         because the run would otherwise begin anew without saying so.
         """
-        found = whole_checkpoints(self._run)
+        found = [
+            folder for folder in whole_checkpoints(self._run) if (step_of(folder) < 0) == self._is_warm_up
+        ]
         damaged: dict[Path, str] = {}
         for folder in reversed(found):
             damage = self._load(folder)
@@ -240,7 +248,7 @@ def needed_groups(checkpoint: Path) -> Callable[[str], bool] | None:
 
 def whole_checkpoints(run: Run) -> list[Path]:
     """The folders that count, oldest first."""
-    return sorted(path.parent for path in run.checkpoints_dir.glob(f"step-*/{MANIFEST}"))
+    return sorted((path.parent for path in run.checkpoints_dir.glob(f"step-*/{MANIFEST}")), key=step_of)
 
 
 def needed_now(run_dir: Path) -> Callable[[str], bool] | None:
@@ -305,4 +313,11 @@ def newest_size(run: Run) -> int:
 
 
 def step_of(folder: Path) -> int:
+    """Below 0: of the supervised steps before the first."""
     return int(folder.name.removeprefix("step-"))
+
+
+def place_of(folder: Path) -> str:
+    """The same for people."""
+    step = step_of(folder)
+    return f"step {step}" if step >= 0 else f"the warm-up, {-step} steps before its end"

@@ -155,7 +155,7 @@ def _checkpoints(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
         advice = "`rill runs verify RUN` checks all of them; look at the disk (SMART, dmesg)"
         yield Diagnosis(Severity.WARNING, what, "", advice)
     step = rows[-1].step if rows else 0
-    done = step_of(whole[-1]) if whole else 0
+    done = max(0, step_of(whole[-1])) if whole else 0
     if run.state().status is not RunStatus.FINISHED and step - done >= 50:
         what = f"{step - done} steps would be taken again after a failure: the newest checkpoint is of step {done}"
         advice = "their tokens are in the token log, their gradients are not: set loop.checkpoint_every"

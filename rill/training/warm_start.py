@@ -25,7 +25,9 @@ class WarmStart:
         batch_size: int,
         learning_rate: float,
         seed: int,
+        num_done: int = 0,
     ) -> None:
+        """`num_done`: of the steps, by a trainer whose state this one has loaded."""
         self.trainer = SFTTrainer.sharing(trainer, learning_rate=learning_rate)
         self._num_steps = steps
         self._learning_rate = learning_rate
@@ -34,7 +36,8 @@ class WarmStart:
         rank, size = trainer.world.data_rank, trainer.world.data_size
         self._loader = open_loader(dataset, LoaderConfig(seed=seed), rank=rank, world=size)
         self._batch_size = max(1, batch_size // size)
-        self._step = 0
+        self._step = num_done
+        self._loader.next(num_done * self._batch_size)
 
     @property
     def is_over(self) -> bool:

@@ -80,14 +80,13 @@ class ActorWorker(PolicyLearner):
     # --- training -----------------------------------------------------------------------------------------
 
     def warm_up(
-        self, num_steps: int, data: PartConfig, config: WarmStartConfig, seed: int
+        self, num_done: int, num_steps: int, data: PartConfig, config: WarmStartConfig, seed: int
     ) -> dict[str, float]:
-        """The next `num_steps` supervised steps; the metrics of the last."""
+        """`num_steps` supervised steps after so many; the metrics of the last."""
         with self.device_lock():
             if self._warm_start is None:
-                self._warm_start = WarmStart(
-                    self.trainer, data, **config.model_dump(exclude={"data"}), seed=seed
-                )
+                settings = config.model_dump(exclude={"data"})
+                self._warm_start = WarmStart(self.trainer, data, **settings, seed=seed, num_done=num_done)
             metrics = self._warm_start.run(num_steps)
             if self._warm_start.is_over:
                 self._warm_start.trainer.finish()

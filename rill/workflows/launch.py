@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rill.errors import PeerDiedError, PlanError, RillError, RunError
-from rill.journal.checkpoints import whole_checkpoints
+from rill.journal.checkpoints import RunCheckpoints, step_of, whole_checkpoints
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CUDA
 from rill.runtime.device.device import Device
@@ -48,6 +48,8 @@ MOVABLE = ("shm", "tcp", "disk")
 """Ways of weights that do not depend on where the groups were launched."""
 NUM_REPORTS = 20
 """Of the supervised steps before RL."""
+WARM_UP_SHARE = 0.05
+"""Of their time, what checkpoints of them may take."""
 
 
 class Launcher:
@@ -96,7 +98,7 @@ class Launcher:
         self._starting: list[WorkerGroup[Any]] = []
         self.is_ready = False
         """Whether everything that was started has been."""
-        self.is_resumed = bool(whole_checkpoints(run))
+        self.is_resumed = any(step_of(folder) >= 0 for folder in whole_checkpoints(run))
         self.was_warmed_up = False
         """Supervised steps were taken, which no checkpoint holds yet."""
 
@@ -136,19 +138,32 @@ class Launcher:
         return self(worker, "actor", is_trained=True, sync=sync, **init_kwargs)
 
     def warm_up(self, actor: WorkerGroup[Any], num_steps: int, *arguments: Any) -> None:
-        """Supervised steps of the actor before RL, `warm_up(count, *arguments)`, some at a time, reported like any
-        other. None where the run is resumed: a checkpoint has what they made."""
+        """Supervised steps of the actor before RL, `warm_up(done, count, *arguments)`, some at a time, reported and
+        kept like any other. None where the run is resumed: a checkpoint has what they made."""
         timeout_s = self.config.loop.step_timeout_s
         actor.ready(timeout_s)
         if self.is_resumed:
             return
         at_once = max(1, num_steps // NUM_REPORTS)
-        for done in range(0, num_steps, at_once):
-            count = min(at_once, num_steps - done)
-            metrics = actor.warm_up(count, *arguments).wait(timeout_s=timeout_s)[0]
-            report = StepReport(step=done + count, num_steps=num_steps, metrics=metrics, phase="warm-up")
-            report.tell(self._observers)
-            self.was_warmed_up = True
+        kept = RunCheckpoints(self.folder, {"actor": actor}, 1, timeout_s, compacts=False, is_warm_up=True)
+        with kept:
+            left = min(num_steps, -(kept.load_latest() or -num_steps))
+            saved_s, cost_s = time.monotonic(), 0.0
+            while left > 0:
+                count = min(at_once, left)
+                metrics = actor.warm_up(num_steps - left, count, *arguments).wait(timeout_s=timeout_s)[0]
+                left -= count
+                report = StepReport(
+                    step=num_steps - left, num_steps=num_steps, metrics=metrics, phase="warm-up"
+                )
+                report.tell(self._observers)
+                self.was_warmed_up = True
+                began_s = time.monotonic()
+                if left and began_s - saved_s >= cost_s / WARM_UP_SHARE:
+                    kept.save(-left)
+                    kept.settle()
+                    saved_s = time.monotonic()
+                    cost_s = saved_s - began_s
 
     def move(self, placement: Mapping[str, str]) -> tuple[list[str], RunError | None]:
         """Put groups on other devices, between two steps; the names of those that were started again, and why they are

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from rill.errors import PeerDiedError, RillError, WorkerError
-from rill.journal.checkpoints import RunCheckpoints, step_of, whole_checkpoints
+from rill.journal.checkpoints import RunCheckpoints, place_of, step_of, whole_checkpoints
 from rill.planning.pilot import Pilot
 from rill.planning.replan import Replanner
 from rill.runtime.group import WorkerGroup
@@ -87,7 +87,7 @@ class Workflow(ABC):
         log.warning("%s is lost (%s): the run goes on", ", ".join(lost), reason)
         found = whole_checkpoints(self.folder)
         step = step_of(found[-1]) if found else 0
-        where = f"step {step}" if found else "the start"
+        where = place_of(found[-1]) if found else "the start"
         note = f"{', '.join(lost)} lost: going on from {where} and the token log"
         report = StepReport(
             step=step, num_steps=self.config.loop.steps, metrics={}, phase="restart", notes=(note,)

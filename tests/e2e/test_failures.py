@@ -15,10 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rill.errors import RunError
 from rill.journal.reader import LogReader
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run, RunStatus
-from tests.e2e.tiny import EXACT, PPO, RECIPE, STEPS, fingerprint, start
+from rill.workflows.loop import StepReport
+from tests.e2e.tiny import EXACT, INVARIANT, PPO, RECIPE, STEPS, fingerprint, resume, start
 
 DEADLINE_S = 240.0
 
@@ -124,6 +126,32 @@ def test_killing_an_engine_the_trainer_both_and_the_driver_changes_no_bit_of_the
     steps = [row.step for row in read_metrics(run.path)]
     assert steps == sorted(set(steps)), "steps that were taken again stand in the log once"
     assert check_log(run, prompts_per_step=4, group_size=4) == STEPS
+
+
+@pytest.mark.timeout(600)
+def test_a_trainer_that_is_lost_in_the_warm_up_goes_on_with_it_and_so_does_a_resumed_run(
+    tmp_path: Path,
+) -> None:
+    settings = ("sft.steps=40", "loop.steps=1", INVARIANT)
+    told: list[StepReport] = []
+
+    def hurt(report: StepReport) -> None:
+        told.append(report)
+        if report.phase == "warm-up" and report.step == 20 and len(told) == 10:
+            actor = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("actor[0]")]
+            actor[0].kill()
+        if report.phase == "warm-up" and report.step == 30:
+            raise RunError("stopped by the test")
+
+    with pytest.raises(RunError, match="stopped by the test"):
+        start(tmp_path, "hurt", *settings, observers=[hurt])
+    [restart] = [number for number, report in enumerate(told) if report.phase == "restart"]
+    assert "actor[0] lost: going on from the warm-up, " in told[restart].notes[0]
+    assert 4 <= told[restart + 1].step <= 22
+    later: list[StepReport] = []
+    run = resume(Run.open("hurt", root=tmp_path), observers=[later.append])
+    assert later[0].phase == "warm-up" and later[0].step >= 4 and later[-1].step == 1
+    assert fingerprint(run) == fingerprint(start(tmp_path, "calm", *settings))
 
 
 def check_log(run: Run, *, prompts_per_step: int, group_size: int) -> int:

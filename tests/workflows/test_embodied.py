@@ -19,7 +19,7 @@ from rill.cli.driver import carry_out
 from rill.config.files import load_recipe
 from rill.envs.robots.bank import Played
 from rill.envs.robots.recording import Recording
-from rill.errors import ConfigError, DataError
+from rill.errors import ConfigError, DataError, RunError
 from rill.models.robots.base import load_policy
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.chrome import read_trace
@@ -150,7 +150,7 @@ def test_a_failed_episode_is_no_score_and_in_no_group() -> None:
 
 @pytest.mark.slow
 def test_stages_placement_and_a_resume_change_no_bit_of_a_synchronous_run(tmp_path: Path) -> None:
-    runs = [Run.create("robot", root=tmp_path, config_toml="") for _ in range(3)]
+    runs = [Run.create("robot", root=tmp_path, config_toml="") for _ in range(4)]
     run_of(recipe(), runs[0])
     apart = {
         "env": "robot:0",
@@ -165,6 +165,15 @@ def test_stages_placement_and_a_resume_change_no_bit_of_a_synchronous_run(tmp_pa
     run_of(recipe(loop__steps=3), runs[2])
     run_of(recipe(), runs[2])
     assert weights_of(runs[0]) == weights_of(runs[2])
+
+    def stop(report: StepReport) -> None:
+        if report.step == 5:
+            raise RunError("stopped while it imitates")
+
+    with pytest.raises(RunError, match="while it imitates"), runs[3].running():
+        Embodied(recipe(), runs[3], [stop]).run()
+    run_of(recipe(), runs[3])
+    assert weights_of(runs[0]) == weights_of(runs[3])
 
 
 @pytest.mark.slow

@@ -50,18 +50,16 @@ class RobotActor(PolicyLearner):
         self._open_publisher(sync)
         self._shown: Demonstration | None = None
         self._seen: dict[str, float] = {}
-        self._num_imitated = 0
 
     # --- training -----------------------------------------------------------------------------------------
 
-    def warm_up(self, num_steps: int) -> dict[str, float]:
-        """The next supervised steps on what an expert does (behaviour cloning); the metrics of the last."""
+    def warm_up(self, num_done: int, num_steps: int) -> dict[str, float]:
+        """So many supervised steps on what an expert does (behaviour cloning); the metrics of the last."""
         how = self.config.imitation
         shown = self._shown = self._shown or self._watch()
         with self.device_lock():
             metrics = self.trainer.imitate(shown, num_steps, how.batch_size, how.learning_rate)
-        self._num_imitated += num_steps
-        if self._num_imitated == how.steps:
+        if num_done + num_steps == how.steps:
             self.trainer.end_imitation()
             self._shown = None
         return {**self._seen, **metrics}
