@@ -232,7 +232,9 @@ def test_a_killed_reward_process_is_started_again_and_costs_no_group(tmp_path: P
     command = Command(tmp_path, str(RECIPE), *pooled, "--name", "hurt", "--root", str(tmp_path))
     command.wait_for_step(2)
     rewards = [
-        pid for pid, p in command.family.items() if p.is_running() and "reward" in " ".join(p.cmdline())
+        pid
+        for pid, p in command.family.items()
+        if p.is_running() and "rill.envs.child" in " ".join(p.cmdline())
     ]
     assert rewards, [p.cmdline() for p in command.family.values() if p.is_running()]
     for pid in rewards:

@@ -163,7 +163,8 @@ def test_rl_starts_from_a_supervised_model_and_the_other_way_round(
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     after = f'model={{path="{policy.path / "model"}"}}'
-    data, reports = f'data={{type="parquet", path="{path}"}}', list[StepReport]()
+    data = f'data={{type="parquet", path="{path}", held_out=0.0}}'
+    reports: list[StepReport] = []
     run = sft(tmp_path / "sft", after, data, "loop.steps=2", observers=[reports.append])
     assert_went_on(run, policy)
     said = [note for report in reports for note in report.notes]

@@ -97,7 +97,7 @@ def test_the_search_finds_what_trying_every_plan_finds(problem: Problem, mode: M
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(problem=st.one_of(problems(), problems(4, 4)), mode=st.sampled_from(Mode))
 def test_the_search_finds_what_trying_every_plan_finds_many_times(problem: Problem, mode: Mode) -> None:
     best = best_step_s(problem, mode)

@@ -42,10 +42,15 @@ class Room:
         """Whatever is still there."""
         self.note_sessions()
         found = marked_processes(self.mark)
-        found += [str(path) for path in self.temp_dir.iterdir()]
+        found += [str(path) for path in self.temp_dir.iterdir() if not is_pythons_own(path)]
         found += [str(path) for path in SHM.iterdir() if path.name.lstrip(".") in self.sessions]
         sockets = Path("/proc/net/unix").read_text().splitlines()
         return found + [line for line in sockets if str(self.temp_dir) in line]
+
+
+def is_pythons_own(path: Path) -> bool:
+    """What `tempfile` writes to see whether a folder can be written to; it stays where a process dies just then."""
+    return path.is_file() and path.read_bytes() in (b"blat", b"")
 
 
 @contextmanager
