@@ -29,18 +29,18 @@ from rill.inference.server.errors import (
 from rill.inference.server.generation import Samples
 from rill.inference.server.http import Access, Call, Routes
 from rill.inference.server.routes_chat import ChatAnswer, chat_answer
-from rill.inference.server.schemas import AnyBody, ChatBody
+from rill.inference.server.schemas import AnyBody, ChatBody, MessagesBody, ResponsesBody
 
 routes = Routes()
 
 
 @routes.post("/v1/responses", Access.CLIENT, RESPONSES.error)
-async def create_response(call: Call, body: AnyBody) -> Response:
+async def create_response(call: Call, body: ResponsesBody) -> Response:
     return await _answer(RESPONSES, call, body)
 
 
 @routes.post("/v1/messages", Access.CLIENT, ANTHROPIC.error)
-async def create_message(call: Call, body: AnyBody) -> Response:
+async def create_message(call: Call, body: MessagesBody) -> Response:
     return await _answer(ANTHROPIC, call, body)
 
 

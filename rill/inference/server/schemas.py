@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Prompts = str | Annotated[list[str], Field(fail_fast=True)] | list[TokenId] | list[list[TokenId]]
@@ -41,6 +42,39 @@ class AnyBody(BaseModel):
     """A request of another dialect (rill.data.dialects), which is translated before it is looked at."""
 
     model_config = ConfigDict(extra="allow")
+
+
+_ITEMS: JsonDict = {"type": "array", "minItems": 1, "items": {"type": "object"}}
+_MESSAGE: JsonDict = {
+    "type": "object",
+    "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": "string"}},
+    "required": ["role", "content"],
+}
+
+
+class ResponsesBody(AnyBody):
+    """What OpenAI's Responses needs at least, for the API's own description."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "properties": {"input": {"anyOf": [{"type": "string"}, _ITEMS]}},
+            "required": ["input"],
+        }
+    )
+
+
+class MessagesBody(AnyBody):
+    """What Anthropic's messages need at least."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "properties": {
+                "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
+                "max_tokens": {"type": "integer", "minimum": 1},
+            },
+            "required": ["messages", "max_tokens"],
+        }
+    )
 
 
 class StructuredOutputs(Body):
