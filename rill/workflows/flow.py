@@ -38,7 +38,7 @@ class Stream(NamedTuple):
 
     samples: Channel
     upstream: tuple[str, ...]
-    """Groups that they have passed."""
+    """Lines that they have passed, "reference.score"; the first is the engines' group."""
 
 
 class Line(NamedTuple):
@@ -62,6 +62,8 @@ class Flow:
         self._loop = self.session.config.loop
         self._lines: dict[str, Line] = {}
         self._num_shares: dict[str, int] = {}
+        self._waits: dict[str, bool] = {}
+        """Whether a line waits for its whole batch."""
         self._selected: Handle | None = None
         self._calls: list[Handle] = []
         """Of the step."""
@@ -88,7 +90,7 @@ class Flow:
         line = self._line(group, batch, method)
         weights = (self.fleet.manifest(),) if follows else ()
         self._calls.append(group.call(method, line.edge, line.target, *weights))
-        return Stream(line.target, (*batch.upstream, group.name))
+        return Stream(line.target, (*batch.upstream, f"{group.name}.{method}"))
 
     def update(self, group: WorkerGroup[Any], batch: Stream) -> None:
         """Train on the batch, then bring the engines to version + 1: they pull, flush their caches and prove that they
@@ -172,10 +174,21 @@ class Flow:
             announced=tuple(session.channels(f"{name}[{rank}]") for rank in range(group.size)),
             num_shares=self._num_shares[group.name],
             granularity=self.config.granularity_of(group.name, self._loop.prompts_per_step),
-            is_whole=any(session.take_turns(group.name, other) for other in batch.upstream),
+            is_whole=self._waits_for_all(group.name, batch.upstream),
         )
+        self._waits[name] = edge.is_whole
         session.ask(session.controller.connect(edge))
         return Sealed(edge)
+
+    def _waits_for_all(self, group: str, upstream: Sequence[str]) -> bool:
+        """Whether one that it takes turns with may be at work when its first chunk comes. Behind a line that has waited
+        for all of its own, those before that one are done."""
+        for line in reversed(upstream):
+            if self.session.take_turns(group, line.partition(".")[0]):
+                return True
+            if self._waits.get(line):
+                return False
+        return False
 
 
 def mean_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from rill.types import PolicyVersion
 from rill.workflows.config import OnlineConfig
@@ -65,3 +68,27 @@ def test_engines_that_run_ahead_are_looked_after_while_the_trainer_trains_and_be
 
 def test_engines_that_rest_need_nobody() -> None:
     assert told_by(is_open=False, looks=3) == ["published 2"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "waiting"),
+    [
+        ({"rollout": {0}, "reference": {1}, "actor": {2}}, set()),
+        ({"rollout": {0}, "reference": {0}, "actor": {0}}, {"reference.score", "actor.train"}),
+        ({"rollout": {0, 1}, "reference": {0}, "actor": {1}}, {"reference.score"}),
+        ({"rollout": {0}, "reference": {1}, "actor": {0}}, {"actor.train"}),
+        ({"rollout": {0}, "reference": {1}, "actor": {1}}, {"actor.train"}),
+    ],
+    ids=["apart", "shared", "engines first, then side by side", "around the reference", "engines apart"],
+)
+def test_a_group_waits_for_its_whole_batch_only_where_one_it_shares_with_may_still_work(
+    devices: dict[str, set[int]], waiting: set[str]
+) -> None:
+    flow = Flow.__new__(Flow)
+    flow._waits = {}
+    flow.session = SimpleNamespace(take_turns=lambda one, other: bool(devices[one] & devices[other]))  # type: ignore[assignment]
+    upstream: tuple[str, ...] = ("rollout",)
+    for line in ("reference.score", "actor.train"):
+        flow._waits[line] = flow._waits_for_all(line.partition(".")[0], upstream)
+        upstream = (*upstream, line)
+    assert {line for line, waits in flow._waits.items() if waits} == waiting
