@@ -43,8 +43,9 @@ class Edge:
     granularity: int
     """Groups to a chunk."""
     is_whole: bool
-    """The group takes turns on its devices with one before it: the whole batch is in hand before the first chunk is
-    worked on, so that nobody waits for the other in the middle. The chunks, and the bits, are the same."""
+    """The group takes turns on its devices with one that may still be at work: the whole batch is in hand before the
+    first chunk is worked on, so that nobody waits for the other in the middle. The chunks, and the bits, are the
+    same."""
 
     def announce(self, chunk: Chunk) -> None:
         """By the controller, to the first rank of every share."""
