@@ -8,7 +8,8 @@ the prefix cache under a key that chains everything they depend on:
     key[i] = digest(key[i-1], tokens of block i, and the pictures that its placeholders stand for)
 
 so two sequences share a block exactly when all its tokens and all tokens before them were computed by the same
-weights. A block is in one of four states:
+weights. Keys of long runs of blocks are remembered by one digest of the run: the next turn of a conversation begins
+with the same thousands of tokens. A block is in one of four states:
 
     free ──allocate──► held (private) ──publish──► held (cached) ──last release──► idle (cached, LRU)
      ▲                      └──────release──────►free                    ├──find──► held (cached)
@@ -30,6 +31,8 @@ import numpy as np
 from rill.inference.native.sequence import Sequence
 
 NULL_BLOCK = 0
+RUN = 16
+"""Blocks whose keys are remembered together."""
 
 
 class OutOfBlocks(Exception):
@@ -48,6 +51,7 @@ class BlockManager:
         self._cached: dict[bytes, int] = {}
         self._coming: dict[bytes, Sequence] = {}
         """Keys that a running sequence will publish: others wait for it rather than compute the same."""
+        self._runs: OrderedDict[bytes, list[bytes]] = OrderedDict()
 
     @property
     def num_free(self) -> int:
@@ -62,7 +66,7 @@ class BlockManager:
 
     @staticmethod
     def root_key(version: int, adapter: str, salt: str) -> bytes:
-        return hashlib.blake2b(repr((version, adapter, salt)).encode(), digest_size=16).digest()
+        return _digest(repr((version, adapter, salt)).encode())
 
     def match(self, seq: Sequence) -> list[int]:
         """The cached blocks that hold the longest known prefix of this sequence. Takes no references."""
@@ -165,19 +169,35 @@ class BlockManager:
         return block
 
     def _keys(self, seq: Sequence, num_full: int) -> list[bytes]:
-        keys = seq.block_keys
-        if len(keys) < num_full:
-            size = self.block_size
-            parent = keys[-1] if keys else seq.root_key
-            start = len(keys) * size
-            tokens = np.array(seq.tokens[start : num_full * size], dtype=np.int32).tobytes()
-            for offset in range(0, len(tokens), size * 4):
-                content = tokens[offset : offset + size * 4]
-                if seq.request.pictures:
-                    content += _shown(seq, len(keys) * size, (len(keys) + 1) * size)
-                parent = hashlib.blake2b(parent + content, digest_size=16).digest()
-                keys.append(parent)
-        return keys[:num_full]
+        keys, size = seq.block_keys, self.block_size
+        first, words, pictures = len(keys), size * 4, seq.request.pictures
+        if first >= num_full:
+            return keys[:num_full]
+        tokens = np.array(seq.tokens[first * size : num_full * size], dtype=np.int32).tobytes()
+        while (index := len(keys)) < num_full:
+            parent, at = keys[-1] if keys else seq.root_key, (index - first) * words
+            if index + RUN <= num_full and not pictures:
+                keys += self._keys_of_run(parent, tokens[at : at + RUN * words])
+            else:
+                shown = _shown(seq, index * size, (index + 1) * size) if pictures else b""
+                keys.append(_digest(parent + tokens[at : at + words] + shown))
+        return keys
+
+    def _keys_of_run(self, parent: bytes, tokens: bytes) -> list[bytes]:
+        """Of RUN blocks that come after the parent."""
+        name = _digest(parent + tokens)
+        found = self._runs.get(name)
+        if found is not None:
+            self._runs.move_to_end(name)
+            return found
+        found = []
+        for at in range(0, len(tokens), self.block_size * 4):
+            parent = _digest(parent + tokens[at : at + self.block_size * 4])
+            found.append(parent)
+        self._runs[name] = found
+        if len(self._runs) > self.num_blocks // RUN + 64:
+            self._runs.popitem(last=False)
+        return found
 
     # --- integrity ---------------------------------------------------------------------------------------
 
@@ -202,6 +222,10 @@ class BlockManager:
                 f"block {block} is cached under a key that leads elsewhere"
             )
         assert len(self._cached) == sum(k is not None for k in self._key_of), "a cache key leads nowhere"
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _shown(seq: Sequence, start: int, end: int) -> bytes:

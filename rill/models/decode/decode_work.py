@@ -78,12 +78,13 @@ def shared_work(lengths_B: Array, table_rows_B: Array, prefixes_B: Array, keys_B
     """prefixes_B: tokens, whole blocks, that a row has in common with all rows of the same key. None: no groups."""
     candidates = np.flatnonzero((prefixes_B >= MIN_SHARED) & (prefixes_B < lengths_B))
     order = candidates[np.argsort(keys_B[candidates], kind="stable")]
-    _, starts = np.unique(keys_B[order], return_index=True)
+    _, starts, counts = np.unique(keys_B[order], return_index=True, return_counts=True)
     groups = [
-        rows[at : at + GROUP_ROWS]
-        for rows in np.split(order, starts[1:])
-        for at in range(0, len(rows), GROUP_ROWS)
-        if len(rows) - at >= MIN_ROWS
+        order[at : min(at + GROUP_ROWS, start + count)]
+        for start, count in zip(starts.tolist(), counts.tolist(), strict=True)
+        if count >= MIN_ROWS
+        for at in range(start, start + count, GROUP_ROWS)
+        if start + count - at >= MIN_ROWS
     ]
     if not groups:
         return None
