@@ -13,6 +13,8 @@ import torch
 
 from rill.inference.base import Engine
 from rill.inference.native.engine import NativeEngine
+from rill.inference.native.sampler import SamplingBatch, sample
+from rill.inference.native.triton_sampler import TritonSampler
 from rill.models.loading import ModelConfig, load_model
 from tests.inference.conformance import EngineConformance
 from tests.inference.native_models import (
@@ -85,6 +87,29 @@ def test_the_turns_of_a_conversation_go_along_in_captured_steps(
         assert any(key.num_shared for key in graphs._graphs) == (num_prompt == 600)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("filters", [(0, 0.95, 0.0), (0, 0.5, 0.0), (50, 0.95, 0.0), (0, 0.3, 0.01)])
+def test_filtered_tokens_are_those_of_the_host(filters: tuple[int, float, float], dtype: torch.dtype) -> None:
+    rows, vocab, generator = 128, 30_000, np.random.default_rng(0)
+    logits = torch.from_numpy(generator.normal(size=(rows, vocab)) * 3).to(dtype)
+    kinds = (np.int32, np.float32, np.float32)
+    columns = [np.full(rows, value, dtype=kind) for value, kind in zip(filters, kinds, strict=True)]
+    batch = SamplingBatch(np.ones(rows, dtype=np.float32), *columns, uniform_S=generator.random(rows))
+    expected, scores = sample(logits.float(), batch)
+    device = torch.device("cuda")
+    tokens, last = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
+    ones, slots = torch.ones(rows, device=device), torch.arange(rows, dtype=torch.int32, device=device)
+    logprobs, uniform = torch.empty_like(ones), torch.from_numpy(batch.uniform_S).float().to(device)
+    on_device = [torch.from_numpy(column).to(device) for column in columns]
+    TritonSampler(rows, vocab, device)(
+        logits.to(device), ones, torch.zeros_like(slots), uniform, slots, last, tokens, logprobs,
+        (on_device[0], on_device[1], on_device[2]),
+    )  # fmt: skip
+    same = tokens.cpu() == expected
+    assert same.float().mean() > 0.98, "but for a sum's last bits"
+    assert torch.allclose(logprobs.cpu()[same], scores[same], atol=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -65,6 +65,21 @@ def test_sampling_follows_the_distribution() -> None:
     torch.testing.assert_close(logprobs, expected[tokens], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("top_p", [0.5, 0.9])
+def test_top_p_alone_draws_until_a_token_is_kept_and_follows_the_filtered_distribution(top_p: float) -> None:
+    rows = 20_000
+    logits = torch.tensor([0.3, 2.0, -1.0, 1.0, 0.0, -2.0, 0.3]).repeat(rows, 1)
+    seeds = np.array([hash_seed(s) for s in range(rows)], dtype=np.uint64)
+    asked = batch(rows, top_p_S=top_p, uniform_S=uniforms(seeds, np.zeros(rows, dtype=np.int64)))
+    assert asked.is_redrawn_S.all()
+    expected = filter_logits(logits[:1].clone(), batch(1, top_p_S=top_p))
+    tokens, logprobs = sample(logits.clone(), asked)
+    shares = np.bincount(tokens.numpy(), minlength=7) / rows
+    np.testing.assert_allclose(shares, expected.softmax(-1)[0], atol=0.012)
+    assert (shares[expected[0].numpy() == -np.inf] == 0).all(), "never one that is filtered out"
+    np.testing.assert_allclose(logprobs, logits[0].log_softmax(-1)[tokens], atol=1e-5)
+
+
 def test_greedy_takes_the_first_of_equal_logits() -> None:
     tokens, _ = sample(torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]]), batch(2, temperature_S=0.0))
     assert tokens.tolist() == [1, 0]

@@ -1,4 +1,4 @@
-"""The threshold of top-k, top-p and min-p on CUDA, in Triton's interpreter: the same tokens stay as with a sort."""
+"""Sampling with top-k, top-p and min-p on CUDA, in Triton's interpreter: the same tokens as the host's sampler."""
 
 from __future__ import annotations
 
@@ -11,28 +11,38 @@ import pytest
 
 PROGRAM = """
 import numpy as np, torch
-from rill.inference.native.sampler import SamplingBatch, filter_logits
-from rill.inference.native.triton_sampler import _SPARE_BITS, _cut
-generator, rows, vocab = np.random.default_rng(0), 8, 200
+from rill.inference.native.sampler import SamplingBatch, filter_logits, sample
+from rill.inference.native.triton_sampler import _SPARE_BITS, TritonSampler, _cut
+generator, rows, vocab = np.random.default_rng(0), 24, 200
 for dtype in _SPARE_BITS:
     logits = torch.from_numpy(generator.normal(size=(rows, vocab)) * 3).to(dtype)
     temperature = generator.choice([0.5, 1.0, 1.7], rows).astype(np.float32)
-    top_k = generator.choice([0, 1, 5, 50], rows).astype(np.int32)
-    top_p = generator.choice([1.0, 0.5, 0.9, 0.95], rows).astype(np.float32)
+    top_k = generator.choice([0, 0, 1, 5, 50], rows).astype(np.int32)
+    top_p = generator.choice([1.0, 0.3, 0.5, 0.7, 0.95], rows).astype(np.float32)
     min_p = generator.choice([0, 0.05], rows).astype(np.float32)
     cut, inverse = torch.empty(rows), torch.from_numpy(1 / temperature)
     filters = [torch.from_numpy(column) for column in (top_k, top_p, min_p)]
     _cut[(rows,)](logits, inverse, *filters, cut, vocab, SHIFT=_SPARE_BITS[dtype], BLOCK=64, num_warps=4)
     scaled = logits.float() * inverse[:, None]
     batch = SamplingBatch(temperature_S=temperature, top_k_S=top_k, top_p_S=top_p, min_p_S=min_p,
-                          uniform_S=np.zeros(rows))
-    assert torch.equal(scaled >= cut[:, None], torch.isfinite(filter_logits(scaled.clone(), batch))), dtype
+                          uniform_S=generator.random(rows))
+    has_cut = torch.from_numpy(~batch.is_redrawn_S)[:, None]
+    stays = torch.isfinite(filter_logits(scaled.clone(), batch)) | ~has_cut
+    assert torch.equal(scaled >= cut[:, None], stays), dtype
+    tokens, last = (torch.zeros(rows, dtype=torch.int32) for _ in range(2))
+    logprobs = torch.empty(rows)
+    TritonSampler(rows, vocab, torch.device("cpu"))(
+        logits, inverse, torch.zeros(rows, dtype=torch.int32), torch.from_numpy(batch.uniform_S).float(),
+        torch.arange(rows, dtype=torch.int32), last, tokens, logprobs, tuple(filters))
+    expected, scores = sample(logits.float(), batch)
+    assert tokens.tolist() == expected.tolist() == last.tolist(), dtype
+    assert torch.allclose(logprobs, scores, atol=1e-4)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_search_for_the_threshold_keeps_what_a_sort_would() -> None:
+def test_filtered_tokens_are_those_of_the_host() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, timeout=280)

@@ -91,6 +91,7 @@ def test_other_optimizers_step_on_shards(
     t = sharded_trainer(world, monkeypatch, **values)
     t.update(make_samples())
     t.save(tmp_path)
+    t.wait_saved()
     again = sharded_trainer(world, monkeypatch, **values)
     again.load(tmp_path)
     assert t.update(make_samples(seed=1))["loss"] == again.update(make_samples(seed=1))["loss"]

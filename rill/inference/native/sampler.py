@@ -1,6 +1,9 @@
 """From logits to tokens: one uniform number per (seed, position), inverted through the filtered distribution.
 
-The number depends on nothing else, so a request's tokens do not depend on its batch. The order of operations:
+The number depends on nothing else, so a request's tokens do not depend on its batch. Where top-p alone filters and
+leaves half of the mass or more, the number is inverted through the whole distribution instead, and a token outside is
+drawn again from a number made of the last one: the same distribution, without a search for the filter's threshold.
+The order of operations:
 
     logits ─ repetition ─ presence, frequency ─ bias, forbidden ids ─ / temperature ─► reported distribution
            ─ grammar ─ top-k ─ top-p ─ min-p (ties at the cut are all kept) ─► sampled distribution
@@ -26,6 +29,11 @@ from rill.inference.native.logit_edits import LogitEdits, apply_edits, apply_mas
 Doubles = npt.NDArray[np.float64]
 Longs = npt.NDArray[np.int64]
 
+MIN_REDRAWN_P = 0.5
+"""Of top-p: with less, drawing again would take too long."""
+MAX_DRAWS = 64
+"""By then one in 2 ** 64 would have found no token."""
+
 
 def uniforms(seeds_S: npt.NDArray[np.uint64], positions_S: Longs) -> Doubles:
     """One number in [0, 1) per (seed, position): splitmix64 of the pair, top 53 bits."""
@@ -37,6 +45,15 @@ def uniforms(seeds_S: npt.NDArray[np.uint64], positions_S: Longs) -> Doubles:
             x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             x = x ^ (x >> np.uint64(31))
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def next_draw(state_S: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """The state after it, whose top 24 bits are the next number; the first is a number's bits in single precision."""
+    with np.errstate(over="ignore"):
+        x = state_S + np.uint32(0x9E3779B9)
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+        return x ^ (x >> np.uint32(16))
 
 
 def hash_seed(seed: int, counter: int = 0) -> int:
@@ -70,6 +87,12 @@ class SamplingBatch:
     def is_filtered(self) -> bool:
         return bool((self.top_k_S > 0).any() or (self.top_p_S < 1).any() or (self.min_p_S > 0).any())
 
+    @property
+    def is_redrawn_S(self) -> npt.NDArray[np.bool_]:
+        """Rows whose token is drawn from the whole distribution until it is one that the filter keeps."""
+        is_alone = (self.top_k_S <= 0) & (self.min_p_S <= 0)
+        return is_alone & (self.top_p_S < 1) & (self.top_p_S >= MIN_REDRAWN_P)
+
     def masked(self) -> tuple[Longs, SamplingBatch] | None:
         """The rows whose next token a grammar decides, as a batch of their own without other edits."""
         if self.edits is None or not self.edits.masks:
@@ -99,14 +122,37 @@ def sample(logits_SV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
     if bool((batch.temperature_S == 0).all()):
         tokens_S = allowed_SV.argmax(dim=-1)
     else:
-        kept_SV = filter_logits(allowed_SV, batch) if batch.is_filtered else allowed_SV
-        cumulative_SV = kept_SV.softmax(-1).double().cumsum(dim=-1)
-        target_S1 = cumulative_SV[:, -1:] * torch.from_numpy(batch.uniform_S).to(device)[:, None]
-        # side="right" finds the first entry above the target, so a token of probability 0 is never chosen.
-        tokens_S = torch.searchsorted(cumulative_SV, target_S1, side="right")[:, 0]
-        tokens_S.clamp_(max=logits_SV.shape[1] - 1)  # NaN has no first entry; its log-probability is NaN too
-        tokens_S = torch.where(is_greedy_S, allowed_SV.argmax(dim=-1), tokens_S)
+        tokens_S = torch.where(is_greedy_S, allowed_SV.argmax(dim=-1), _draw(allowed_SV, batch))
     return tokens_S, reported_SV.gather(1, tokens_S[:, None])[:, 0]
+
+
+def _draw(logits_SV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """A token of each row from the filtered distribution."""
+    if not batch.is_filtered:
+        return _invert(logits_SV.softmax(-1).double().cumsum(dim=-1), batch.uniform_S)
+    kept_SV = filter_logits(logits_SV, batch)
+    is_redrawn_S = batch.is_redrawn_S
+    drawn_SV = torch.where(torch.from_numpy(is_redrawn_S).to(logits_SV.device)[:, None], logits_SV, kept_SV)
+    cumulative_SV = drawn_SV.softmax(-1).double().cumsum(dim=-1)
+    state_S = batch.uniform_S.astype(np.float32).view(np.uint32)
+    tokens_S = _invert(cumulative_SV, batch.uniform_S)
+    for _ in range(1, MAX_DRAWS):
+        is_out_S = (kept_SV.gather(1, tokens_S[:, None])[:, 0] == float("-inf")).cpu().numpy() & is_redrawn_S
+        rows = np.flatnonzero(is_out_S)
+        if not len(rows):
+            break
+        state_S[rows] = next_draw(state_S[rows])
+        tokens_S[rows] = _invert(cumulative_SV[rows], (state_S[rows] >> np.uint32(8)) * 2.0**-24)
+    return tokens_S
+
+
+def _invert(cumulative_SV: torch.Tensor, uniform_S: Doubles) -> torch.Tensor:
+    target_S1 = cumulative_SV[:, -1:] * torch.from_numpy(uniform_S).to(cumulative_SV.device)[:, None]
+    # side="right" finds the first entry above the target, so a token of probability 0 is never chosen.
+    tokens_S = torch.searchsorted(cumulative_SV, target_S1, side="right")[:, 0]
+    return tokens_S.clamp_(
+        max=cumulative_SV.shape[1] - 1
+    )  # NaN has no first entry; its log-probability is NaN too
 
 
 def resample_masked(

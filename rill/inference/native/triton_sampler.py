@@ -1,9 +1,10 @@
 """Sampling on CUDA in two or three passes over the logits, without a sort and without a host sync.
 
-    cut    (only with top-k, top-p or min-p) narrows each row's threshold down to its exact value, five guesses a pass:
-           most often five passes find it
+    cut    (only with top-k, min-p or a low top-p) narrows each row's threshold down to its exact value, five guesses a
+           pass: most often five passes find it
     chunks each chunk of the vocabulary reduces to a few numbers (rill.models.ops.triton_logprob)
-    pick   per row: normaliser, the chunk that holds the row's uniform number, the token inside it
+    pick   per row: normaliser, the chunk that holds the row's uniform number, the token inside it; with top-p alone a
+           pass that sums what is likelier than it, and another draw where that is too much
 
 The meaning is that of rill.inference.native.sampler.sample; every row depends on its own logits alone.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from rill.inference.native.sampler import MAX_DRAWS
 from rill.models.ops.triton_language import tl, triton
 from rill.models.ops.triton_logprob import CHUNK, ROW_WARPS, ChunkStats, logprob_of, row_stats
 
@@ -76,6 +78,12 @@ def _narrow(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _is_redrawn(top_k, top_p, min_p):  # type: ignore[no-untyped-def]
+    """As SamplingBatch.is_redrawn_S."""
+    return (top_k <= 0) & (min_p <= 0.0) & (top_p < 1.0) & (top_p >= 0.5)
+
+
+@triton.jit
 def _cut(  # type: ignore[no-untyped-def]
     logits_ptr, inv_t_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cut_ptr, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -85,6 +93,9 @@ def _cut(  # type: ignore[no-untyped-def]
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
+    if _is_redrawn(top_k, top_p, min_p):
+        tl.store(cut_ptr + row, -1e30)
+        return
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -1e30, tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -121,11 +132,44 @@ def _cut(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _invert(  # type: ignore[no-untyped-def]
+    base, uniform, inv_t, top, cut, mass, vocab, HAS_CUT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """The token at the uniform number's place; mass: of each chunk."""
+    c = tl.arange(0, CHUNKS)
+    ends = tl.cumsum(mass, axis=0)
+    target = uniform * tl.sum(mass, axis=0)
+    # The first chunk that ends above the target and has mass; rounding at the very end falls back to the last.
+    last = tl.max(tl.where(mass > 0.0, c, 0), axis=0)
+    chunk = tl.minimum(tl.min(tl.where((ends > target) & (mass > 0.0), c, CHUNKS), axis=0), last)
+    before = tl.sum(tl.where(c < chunk, mass, 0.0), axis=0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(base + at, mask=at < vocab, other=float("-inf")).to(tl.float32) * inv_t
+    weight = tl.exp(x - top)
+    if HAS_CUT:
+        weight = tl.where(x >= cut, weight, 0.0)
+    inner = tl.cumsum(weight, axis=0) + before
+    final = tl.max(tl.where(weight > 0.0, at, 0), axis=0)
+    return tl.minimum(tl.min(tl.where((inner > target) & (weight > 0.0), at, vocab), axis=0), final)
+
+
+@triton.jit
+def _next_draw(state):  # type: ignore[no-untyped-def]
+    """As rill.inference.native.sampler.next_draw."""
+    x = state + 0x9E3779B9
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
 def _pick(  # type: ignore[no-untyped-def]
-    logits_ptr, inv_t_ptr, greedy_ptr, uniform_ptr, cut_ptr, stats_ptr, argmax_ptr, token_ptr, logprob_ptr, last_ptr,
-    slot_ptr, vocab, num_chunks, HAS_CUT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits_ptr, inv_t_ptr, greedy_ptr, uniform_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cut_ptr, stats_ptr, argmax_ptr,
+    token_ptr, logprob_ptr, last_ptr, slot_ptr, vocab, num_chunks, MAX_DRAWS: tl.constexpr, HAS_CUT: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    base = logits_ptr + row * vocab
     c = tl.arange(0, CHUNKS)
     real = c < num_chunks
     tops, top, total = row_stats(stats_ptr, row, num_chunks, CHUNKS)
@@ -138,23 +182,33 @@ def _pick(  # type: ignore[no-untyped-def]
         token = tl.minimum(tl.maximum(token, 0), vocab - 1)
     else:
         mass = kept * tl.exp(tops - top)
-        ends = tl.cumsum(mass, axis=0)
-        target = tl.load(uniform_ptr + row) * tl.sum(mass, axis=0)
-        # The first chunk that ends above the target and has mass; rounding at the very end falls back to the last.
-        last = tl.max(tl.where(mass > 0.0, c, 0), axis=0)
-        chunk = tl.minimum(tl.min(tl.where((ends > target) & (mass > 0.0), c, CHUNKS), axis=0), last)
-        before = tl.sum(tl.where(c < chunk, mass, 0.0), axis=0)
-        at = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = (
-            tl.load(logits_ptr + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-            * inv_t
-        )
-        weight = tl.exp(x - top)
+        uniform = tl.load(uniform_ptr + row)
+        cut = -1e30
         if HAS_CUT:
-            weight = tl.where(x >= tl.load(cut_ptr + row), weight, 0.0)
-        inner = tl.cumsum(weight, axis=0) + before
-        final = tl.max(tl.where(weight > 0.0, at, 0), axis=0)
-        token = tl.minimum(tl.min(tl.where((inner > target) & (weight > 0.0), at, vocab), axis=0), final)
+            cut = tl.load(cut_ptr + row)
+        token = _invert(base, uniform, inv_t, top, cut, mass, vocab, HAS_CUT, CHUNK, CHUNKS)
+        if HAS_CUT:
+            top_p = tl.load(top_p_ptr + row)
+            if _is_redrawn(tl.load(top_k_ptr + row), top_p, tl.load(min_p_ptr + row)):
+                state = uniform.to(tl.uint32, bitcast=True)
+                drawn = tl.load(base + token).to(tl.float32)
+                is_out, num_draws, lane = drawn == drawn, 1, tl.arange(0, CHUNK)
+                while is_out & (num_draws < MAX_DRAWS):
+                    sums = tl.zeros([CHUNK], tl.float32)
+                    for at in range(0, vocab, CHUNK):
+                        raw = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(
+                            tl.float32
+                        )
+                        sums += tl.where(raw > drawn, tl.exp(raw * inv_t - top), 0.0)
+                    is_out = (
+                        tl.sum(sums, axis=0) >= top_p * total
+                    )  # a token is kept while what comes before is less
+                    if is_out:
+                        state = _next_draw(state)
+                        uniform = (state >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2 ** -24
+                        token = _invert(base, uniform, inv_t, top, cut, mass, vocab, False, CHUNK, CHUNKS)
+                        drawn = tl.load(base + token).to(tl.float32)
+                    num_draws += 1
     tl.store(token_ptr + row, token)
     tl.store(logprob_ptr + row, logprob_of(logits_ptr, row, vocab, token, inv_t, top, total))
     tl.store(last_ptr + tl.load(slot_ptr + row), token)
@@ -186,7 +240,7 @@ class TritonSampler:
     ) -> None:
         """Writes tokens_S and logprobs_S, and last_tokens at each row's slot. filters: top_k, top_p, min_p."""
         rows, vocab = logits_SV.shape
-        cut_S = None
+        cut_S, filters_S = None, filters or (None, None, None)
         if filters is not None:
             cut_S = self._cut
             _cut[(rows,)](
@@ -196,7 +250,7 @@ class TritonSampler:
         stats = self._stats
         stats.fill(logits_SV, inv_temperature_S, cut_S)
         _pick[(rows,)](
-            logits_SV, inv_temperature_S, is_greedy_S, uniform_S, cut_S, stats.values, stats.argmax, tokens_S,
-            logprobs_S, last_tokens, slots_S, vocab, stats.num_chunks, HAS_CUT=cut_S is not None, CHUNK=CHUNK,
-            CHUNKS=stats.num_chunks_padded, num_warps=ROW_WARPS,
+            logits_SV, inv_temperature_S, is_greedy_S, uniform_S, *filters_S, cut_S, stats.values, stats.argmax,
+            tokens_S, logprobs_S, last_tokens, slots_S, vocab, stats.num_chunks, MAX_DRAWS=MAX_DRAWS,
+            HAS_CUT=cut_S is not None, CHUNK=CHUNK, CHUNKS=stats.num_chunks_padded, num_warps=ROW_WARPS,
         )  # fmt: skip
