@@ -12,10 +12,8 @@ import torch
 from rill.errors import EngineError
 from rill.inference.base import Completion, Request
 from rill.inference.native import core
-from rill.inference.native.batch import BatchBuilder, StepBatch
 from rill.inference.native.cpu_runner import CpuRunner
 from rill.inference.native.engine import NativeEngine
-from rill.inference.native.scheduler import Work
 from rill.inference.native.sequence import Sequence
 from rill.inference.native.speculation import Speculator
 from rill.models.loading import ModelConfig, load_model
@@ -163,34 +161,6 @@ def check_greedy(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
         assert engine.stats().num_draft_tokens > engine.stats().num_accepted_tokens > 6
     finally:
         engine.close()
-
-
-def check_conversation(
-    engine: NativeEngine, model: Any, monkeypatch: pytest.MonkeyPatch, num_prompt: int, num_others: int
-) -> list[StepBatch]:
-    """Turn after turn while others generate: tokens and log-probabilities are the model's own. Returns the steps that
-    took the new tokens of a turn along."""
-    steps: list[StepBatch] = []
-    plain = BatchBuilder._rows
-
-    def noted(builder: BatchBuilder, work: Work) -> StepBatch:
-        steps.append(plain(builder, work))
-        return steps[-1]
-
-    monkeypatch.setattr(BatchBuilder, "_rows", noted)
-    inputs = prompts((*([9] * num_others), num_prompt), seed=2)
-    others = engine.submit([request(i, p, max_new_tokens=150) for i, p in enumerate(inputs[:-1])])
-    said = inputs[-1]
-    for turn, heard in enumerate(prompts((5, 1, 12, 7, 3), seed=3)):
-        [done] = engine.generate([request(f"turn {turn}", said, max_new_tokens=6)], timeout_s=110)
-        assert done.token_ids.tolist() == greedy_tokens(model, said, 6), turn
-        whole = np.concatenate([said, done.token_ids])
-        np.testing.assert_allclose(done.logprobs, forward_logprobs(model, whole)[len(said) :], atol=1e-4)
-        said = np.concatenate([whole, heard])
-    for prompt, other in zip(inputs, [future.result(110) for future in others], strict=False):
-        whole = np.concatenate([prompt, other.token_ids])
-        np.testing.assert_allclose(other.logprobs, forward_logprobs(model, whole)[len(prompt) :], atol=1e-4)
-    return steps
 
 
 def new_weights(scale: float) -> list[tuple[str, torch.Tensor]]:

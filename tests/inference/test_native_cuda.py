@@ -19,7 +19,6 @@ from rill.models.loading import ModelConfig, load_model
 from tests.inference.conformance import EngineConformance
 from tests.inference.native_models import (
     SHAPES,
-    check_conversation,
     check_greedy,
     check_weights_that_are_not_numbers,
     forward_logprobs,
@@ -63,28 +62,6 @@ def test_samples_of_one_long_prompt_are_answered_as_if_each_were_read_alone() ->
         for one, again in zip(together, engine.generate(asked, timeout_s=110), strict=True):
             assert one.token_ids.tolist() == again.token_ids.tolist()
             np.testing.assert_allclose(one.logprobs, again.logprobs, atol=1e-4)
-    finally:
-        engine.close()
-
-
-@pytest.mark.parametrize("num_prompt", [40, 600], ids=["short", "long"])
-def test_the_turns_of_a_conversation_go_along_in_captured_steps(
-    num_prompt: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind a long context its new tokens are a group that reads it together."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    config = ModelConfig(shape=SHAPES["qwen2"] | {"max_position_embeddings": 1024})
-    model = load_model(config, dtype=torch.float32, attention="eager")
-    engine = NativeEngine(
-        NativeEngine.Config(
-            model=config, device="cuda", dtype="float32", num_kv_blocks=1000, max_num_seqs=64, max_batched_tokens=1024
-        )
-    )  # fmt: skip
-    try:
-        steps = check_conversation(engine, model, monkeypatch, num_prompt, num_others=12)
-        assert len(steps) >= 4 and all(step.is_decode_only for step in steps)
-        graphs = engine._runner._graphs  # type: ignore[attr-defined]
-        assert any(key.num_shared for key in graphs._graphs) == (num_prompt == 600)
     finally:
         engine.close()
 

@@ -19,7 +19,6 @@ from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.native_models import (
     SHAPES,
     VOCAB,
-    check_conversation,
     check_weights_that_are_not_numbers,
     forward_logprobs,
     greedy_tokens,
@@ -67,19 +66,6 @@ def test_a_second_turn_reuses_the_first_turns_tokens(engine: NativeEngine) -> No
     answer = engine.generate([request(0, prompt, max_new_tokens=30)])[0]
     again = np.concatenate([prompt, answer.token_ids, prompt[:5]])
     assert engine.generate([request(1, again)])[0].num_cached_tokens == 48
-
-
-def test_the_turns_of_a_conversation_go_along_with_those_that_generate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = make_engine("qwen2", num_kv_blocks=200, max_num_seqs=16, max_batched_tokens=64)
-    scheduler = engine._core.scheduler
-    scheduler._num_gathered, scheduler._num_prompt_rows = 100, 32  # as where steps are captured
-    try:
-        steps = check_conversation(engine, reference("qwen2"), monkeypatch, num_prompt=40, num_others=8)
-        assert len(steps) >= 4 and all(step.num_seqs > len(step.sampled) for step in steps)
-    finally:
-        engine.close()
 
 
 def test_memory_pressure_preempts_and_changes_no_token() -> None:

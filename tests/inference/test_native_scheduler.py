@@ -16,7 +16,7 @@ from rill.inference.native.sequence import Sequence
 class Turns:
     """A scheduler whose work is done at once."""
 
-    def __init__(self, num_gathered: int, num_slots: int = 64, num_prompt_rows: int = 0) -> None:
+    def __init__(self, num_gathered: int, num_slots: int = 64) -> None:
         blocks = BlockManager(2000, 16, enable_prefix_cache=False)
         self.scheduler = Scheduler(
             blocks,
@@ -24,14 +24,13 @@ class Turns:
             max_batched_tokens=1024,
             root_key=lambda seq: b"",
             num_gathered=num_gathered,
-            num_prompt_rows=num_prompt_rows,
             num_steps=4,
         )
         self._num_made = 0
 
-    def add(self, count: int, num_tokens: int = 8) -> None:
+    def add(self, count: int) -> None:
         for _ in range(count):
-            tokens = [5] * num_tokens
+            tokens = [5] * 8
             request = Request(id=str(self._num_made), token_ids=np.array(tokens, dtype=np.int32))
             self.scheduler.add(
                 Sequence(
@@ -40,7 +39,7 @@ class Turns:
                     arrival=self._num_made,
                     future=Future(),
                     tokens=tokens,
-                    num_prompt=num_tokens,
+                    num_prompt=8,
                     max_tokens=500,
                 )
             )
@@ -103,21 +102,3 @@ def test_without_gathering_every_prompt_starts_at_once() -> None:
     turns.take()
     turns.add(1)
     assert turns.num_started() == 1
-
-
-def test_a_short_prompt_goes_along_with_those_that_generate_and_a_long_one_waits_for_company() -> None:
-    turns = Turns(num_gathered=5, num_prompt_rows=20)
-    turns.add(20)
-    turns.take()
-    turns.add(3)  # of 8 tokens each
-    work = turns.take()
-    assert work.has_rows and [chunk.length for chunk in work.chunks] == [8, 8], (
-        "as many as there are rows for"
-    )
-    assert len(work.decodes) == 20 and set(work.counts) == {1}
-    assert turns.num_started() == 1
-    work = turns.take()
-    assert not work.has_rows and set(work.counts) == {4}, "nobody waits: turns are long again"
-    turns.add(1, num_tokens=21)
-    turns.add(1)
-    assert [turns.num_started() for _ in range(3)] == [0, 0, 2], "nobody overtakes"

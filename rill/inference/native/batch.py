@@ -3,8 +3,8 @@
 What stays the same from step to step for a running sequence (its block table, its sampling parameters) lives in
 tables with one row per slot, so that a step of pure generation is built by a few NumPy operations however many
 sequences take part. The later steps of a turn differ from the first by their positions, and by who is left. A step that
-looks at drafts, or takes the last few tokens of prompts along, is a step of pure generation too: every such token is a
-row of its own, and sees those before it because a layer writes all keys and values before it reads any.
+looks at drafts is a step of pure generation too: every drafted token is a row of its own, and sees those before it
+because a layer writes all keys and values before it reads any.
 
 Axes: N token of the flat batch, B sequence, S sampled row, M block-table column.
 """
@@ -55,8 +55,8 @@ class StepBatch:
     context_lens_B: Int32s
     tables: Int32s
     """The builder's own, one row per slot; see block_tables."""
-    prefix_blocks_B: Int32s
-    """Leading whole blocks that a row may have in common with others: samples of one prompt, tokens of one chunk."""
+    prefix_blocks: Int32s
+    """The builder's own, by slot: whole blocks of the prompt, which samples of one prompt have in common."""
     table_updates: list[tuple[int, int, int]]
     """(slot, first column, end column) of what changed in `tables` since the batch before."""
     num_decodes: int
@@ -87,10 +87,8 @@ class StepBatch:
 
     @property
     def is_decode_only(self) -> bool:
-        """Every row has one token, and the first of them sample the next."""
-        count = len(self.sampled_rows_S)
-        is_single = self.pictures is None and not self.scored and self.num_decodes == self.num_seqs
-        return is_single and count > 0 and int(self.sampled_rows_S[-1]) == count - 1
+        """Every sequence has one new token, and samples the next."""
+        return self.pictures is None and self.num_decodes == len(self.sampled_rows_S) == self.num_seqs
 
     @property
     def max_context_len(self) -> int:
@@ -119,8 +117,6 @@ class BatchBuilder:
         """The steps of a turn, first to last."""
         if work.drafts:
             return [self._verification(work)]
-        if work.has_rows:
-            return [self._rows(work)]
         first = self._first(work)
         counts_B = np.array(work.counts, dtype=np.int64)
         num_steps = work.counts[0] if work.counts else 1
@@ -136,39 +132,6 @@ class BatchBuilder:
             index_N=first.context_lens_B[:num_left].astype(np.int64) - 1 + step,
             adapters={name: rows[rows < num_left] for name, rows in first.adapters.items()},
         )
-
-    def _rows(self, work: Work) -> StepBatch:
-        """Everybody's newest token, then what chunks have before theirs."""
-        for seq in work.grown:
-            self._extend_table(seq)
-        for chunk in work.chunks:
-            self._seat(chunk.seq)
-        chunks, num_decodes = work.chunks, len(work.decodes)
-        seqs = work.decodes + [c.seq for c in chunks]
-        ends_B = np.array([seq.num_computed for seq in seqs], dtype=np.int64)
-        before = [range(c.start, c.start + c.length - 1) for c in chunks]
-        row_N = np.concatenate(
-            [np.arange(len(seqs)), np.repeat(np.arange(num_decodes, len(seqs)), [len(r) for r in before])]
-        )
-        index_N = np.concatenate([ends_B - 1, *before]).astype(np.int64)
-        ids = _newest_ids(seqs, ends_B)
-        for chunk, indices in zip(chunks, before, strict=True):
-            ids += chunk.seq.tokens[indices.start : indices.stop]
-        slots_N = np.array([seq.slot for seq in seqs], dtype=np.int32)[row_N]
-        prefix_B, shared_B = self._prefix_blocks[slots_N[: len(seqs)]], np.zeros(len(seqs), dtype=np.int64)
-        prefix_B[num_decodes:] = [c.start // self.block_size for c in chunks]
-        shared_B[num_decodes:] = [c.seq.num_shared for c in chunks]
-        batch = self._single_rows(
-            seqs,
-            token_ids_N=np.array(ids, dtype=np.int64),
-            slots_N=slots_N,
-            index_N=index_N,
-            adapters=_adapter_rows(seqs, row_N) if self.has_adapters else {},
-            special=seqs if work.has_special else (),
-        )
-        batch.prefix_blocks_B = prefix_B[row_N]
-        batch.kv_slots_N[index_N < shared_B[row_N]] = NULL_BLOCK  # they are there, and others read them
-        return batch
 
     def _verification(self, work: Work) -> StepBatch:
         """Each sequence's newest token and its draft, a row each."""
@@ -196,10 +159,9 @@ class BatchBuilder:
         slots_N: Int32s,
         index_N: Int64s,
         adapters: dict[str, Int64s],
-        special: Iterable[Sequence] = (),
     ) -> StepBatch:
-        """A step in which every row has one token, index_N of its sequence, and the first ones sample the next."""
-        size, num_rows, num_sampled = self.block_size, len(index_N), len(sampled)
+        """A step in which every row has one token, index_N of its sequence, and samples the next."""
+        size, num_rows = self.block_size, len(index_N)
         blocks_N = self._tables[slots_N, index_N // size].astype(np.int64)
         updates, self._updates = self._updates, []
         return StepBatch(
@@ -210,14 +172,14 @@ class BatchBuilder:
             query_starts_B1=np.arange(num_rows + 1, dtype=np.int32),
             context_lens_B=(index_N + 1).astype(np.int32),
             tables=self._tables,
-            prefix_blocks_B=self._prefix_blocks[slots_N],
+            prefix_blocks=self._prefix_blocks,
             table_updates=updates,
             block_size=size,
             num_decodes=num_rows,
             sampled=sampled,
-            sampled_rows_S=np.arange(num_sampled, dtype=np.int64),
-            sampled_slots_S=slots_N[:num_sampled],
-            sampling=self._sampling(slots_N[:num_sampled], index_N[:num_sampled] + 1, special),
+            sampled_rows_S=np.arange(num_rows, dtype=np.int64),
+            sampled_slots_S=slots_N,
+            sampling=self._sampling(slots_N, index_N + 1),
             scored=[],
             adapters=adapters,
         )
@@ -265,7 +227,7 @@ class BatchBuilder:
             query_starts_B1=query_starts_B1,
             context_lens_B=ends_B.astype(np.int32),
             tables=self._tables,
-            prefix_blocks_B=self._prefix_blocks[slots_B],
+            prefix_blocks=self._prefix_blocks,
             table_updates=updates,
             block_size=size,
             num_decodes=len(seqs) - len(longer),
@@ -346,18 +308,13 @@ def changed_places(updates: list[tuple[int, int, int]]) -> tuple[Int32s, Int32s]
 
 
 def _token_ids(decodes: list[Sequence], ends_B: Int64s, chunks: list[Chunk]) -> Int64s:
-    ids = _newest_ids(decodes, ends_B[: len(decodes)])
+    ids = [
+        tokens[count - 1] if count <= len(tokens := seq.tokens) else IN_FLIGHT
+        for seq, count in zip(decodes, ends_B[: len(decodes)].tolist(), strict=True)
+    ]
     for chunk in chunks:
         ids += chunk.seq.tokens[chunk.start : chunk.start + chunk.length]
     return np.array(ids, dtype=np.int64)
-
-
-def _newest_ids(seqs: list[Sequence], ends_B: Int64s) -> list[int]:
-    """Each sequence's last token before its end."""
-    return [
-        tokens[count - 1] if count <= len(tokens := seq.tokens) else IN_FLIGHT
-        for seq, count in zip(seqs, ends_B.tolist(), strict=True)
-    ]
 
 
 def _scored_rows(chunk: Chunk, first_row: int) -> ScoredRows:

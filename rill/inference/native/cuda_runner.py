@@ -100,9 +100,7 @@ class CudaRunner(ModelRunner):
         batch_invariant, num_scheduler_steps = config.batch_invariant, config.num_scheduler_steps
         max_num_seqs, max_batched_tokens = self.num_slots(config.max_num_seqs), config.max_batched_tokens
         triton_experts.use_for(model)
-        self.max_num_seqs, self.uses_graphs = max_num_seqs, config.cuda_graphs
-        self.num_prompt_rows = max_num_seqs // 2 if self.uses_graphs else 0
-        max_rows = max_num_seqs + self.num_prompt_rows
+        self.max_num_seqs = max_num_seqs
         shape = self.cache_shape
         kinds = {(call.num_heads, *layer) for call, layer in zip(self.probe.calls, shape.layers, strict=True)}
         if len(kinds) > 1:
@@ -115,7 +113,7 @@ class CudaRunner(ModelRunner):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_num_seqs=max_rows,
+            max_num_seqs=max_num_seqs,
             device=device,
         )
         self.kernels = kernels
@@ -132,6 +130,7 @@ class CudaRunner(ModelRunner):
         self._num_adapter_changes = 0
         if batch_invariant and decoder is None:
             self.use_modules()
+        self.uses_graphs = config.cuda_graphs
         self._sampler = TritonSampler(max_num_seqs, int(self.head.weight.shape[0]), device)
         # One row beyond the slots: padding of a graph's batch reads and writes there.
         self._num_columns = -(-max_len // config.block_size)
@@ -146,11 +145,11 @@ class CudaRunner(ModelRunner):
         words += (max_batched_tokens if batch_invariant else max_num_seqs) * MAX_OWN_PIECES * WORDS
         # A step uploads at most four times, and two turns are under way.
         num_staging = 2 * (4 * num_scheduler_steps + 1)
-        self._upload = Upload(words, DecodeGraphs.num_words(max_rows), device, num_staging)
+        self._upload = Upload(words, DecodeGraphs.num_words(max_num_seqs), device, num_staging)
         self._offload = WeightOffload()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = DecodeGraphs(
-            max_rows, self._tables, self._upload, self._logits_of, self._stream,
+            max_num_seqs, self._tables, self._upload, self._logits_of, self._stream,
             num_entries=max(1, NUM_PROGRAMS // num_kv_heads), is_invariant=batch_invariant,
             shares_prefixes=not batch_invariant and all(call.rule.window == 0 for call in self.probe.calls),
         )  # fmt: skip
@@ -298,8 +297,7 @@ class CudaRunner(ModelRunner):
             assert self.decoder is not None
             hidden_NE = self.decoder(known, positions_N, paged, self.cache, stages=skinny)
             return self.logit_rule(skinny.logits(hidden_NE))
-        hidden_NE = self._hidden(known, positions_N, paged, adapters_N)
-        return self._raw_logits(hidden_NE[: self.max_num_seqs])  # a row for each sequence comes first
+        return self._raw_logits(self._hidden(known, positions_N, paged, adapters_N))
 
     def _hidden(
         self,

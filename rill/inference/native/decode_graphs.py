@@ -1,4 +1,4 @@
-"""Captured decode steps: a step in which every row has one token is one launch.
+"""Captured decode steps: a step in which every sequence has one token is one launch.
 
 A graph reads its inputs from fixed places on the device, filled by one copy before it is replayed:
 
@@ -54,9 +54,9 @@ RunStep = Callable[[torch.Tensor, torch.Tensor, PagedBatch, "torch.Tensor | None
 """Token ids (below 0: the newest of its slot), positions, where they belong, adapters' numbers -> logits."""
 
 
-def graph_sizes(max_rows: int) -> list[int]:
-    sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, max_rows + 64, 64)]
-    return [s for s in sizes if s < max_rows] + [max_rows]
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, max_num_seqs + 64, 64)]
+    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
 
 
 class GraphKey(NamedTuple):
@@ -77,7 +77,7 @@ class DecodeGraph:
 class DecodeGraphs:
     def __init__(
         self,
-        max_rows: int,
+        max_num_seqs: int,
         tables: torch.Tensor,
         upload: Upload,
         run: RunStep,
@@ -87,36 +87,38 @@ class DecodeGraphs:
         is_invariant: bool,
         shares_prefixes: bool,
     ) -> None:
-        """`tables`: block tables with one row per slot and one more, which padding reads; max_rows: of a step.
+        """`tables`: block tables with one row per slot and one more, which padding reads.
 
         num_entries: of attention's work, that keep the device busy; is_invariant: a row's cut is its own affair;
         shares_prefixes: what the samples of one prompt have in common is read once for all of them.
         """
         self.shares_prefixes = shares_prefixes
-        self._sizes = graph_sizes(max_rows)
+        self._sizes = graph_sizes(max_num_seqs)
         self._num_entries, self._is_invariant = num_entries, is_invariant
         self._tables, self._upload, self._run, self._stream = tables, upload, run, stream
-        self._stride = aligned(max_rows)
+        self._stride = aligned(max_num_seqs)
         self._work_at = NUM_COLUMNS * self._stride
-        num_words = self.num_words(max_rows)
+        num_words = self.num_words(max_num_seqs)
         self._inputs = torch.zeros(num_words, dtype=torch.int32, device=tables.device)
-        self._shared_at = aligned(max_rows // MIN_ROWS * GROUP_ROWS)
-        self._shared = torch.zeros(self._num_shared_words(max_rows), dtype=torch.int32, device=tables.device)
-        self._fills = (0, 0, 0, 1, len(tables) - 1, 0, 0, 0, NO_ADAPTER)
+        self._shared_at = aligned(max_num_seqs // MIN_ROWS * GROUP_ROWS)
+        self._shared = torch.zeros(
+            self._num_shared_words(max_num_seqs), dtype=torch.int32, device=tables.device
+        )
+        self._fills = (0, 0, 0, 1, max_num_seqs, 0, 0, 0, NO_ADAPTER)
         self._columns_of: dict[int, list[torch.Tensor]] = {}
         self._graphs: dict[GraphKey, DecodeGraph] = {}
         self._pool: Any = None
 
     @staticmethod
-    def num_words(max_rows: int) -> int:
+    def num_words(max_num_seqs: int) -> int:
         """The most that one replay uploads."""
-        work = 2 * max(max_rows * MAX_PIECES, 2 * NUM_PROGRAMS) * WORDS
-        return max(NUM_COLUMNS * aligned(max_rows) + work, DecodeGraphs._num_shared_words(max_rows))
+        work = 2 * max(max_num_seqs * MAX_PIECES, 2 * NUM_PROGRAMS) * WORDS
+        return max(NUM_COLUMNS * aligned(max_num_seqs) + work, DecodeGraphs._num_shared_words(max_num_seqs))
 
     @staticmethod
-    def _num_shared_words(max_rows: int) -> int:
+    def _num_shared_words(max_num_seqs: int) -> int:
         """Members of every group, then the entries of their lists, in steps of eight times as many."""
-        num_groups = max_rows // MIN_ROWS
+        num_groups = max_num_seqs // MIN_ROWS
         num_entries = 8 * max(num_groups * MAX_OWN_PIECES, MIN_SHARED_ENTRIES)
         return aligned(num_groups * GROUP_ROWS) + num_entries * WORDS
 
@@ -127,7 +129,7 @@ class DecodeGraphs:
             self._graphs[key] = self._capture(key)
 
     def replay(self, batch: StepBatch, adapters_B: Array | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Logits, of which the first rows count, those that are sampled, and the sampler's columns."""
+        """Logits, of which the first num_seqs rows count, and the sampler's columns."""
         count = batch.num_seqs
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
         columns = [
@@ -160,10 +162,10 @@ class DecodeGraphs:
         if graph is None:
             graph = self._graphs[key] = self._capture(key)
         graph.graph.replay()
-        return graph.logits_BV, self._sampling_columns(len(batch.sampled))
+        return graph.logits_BV, self._sampling_columns(count)
 
     def _shared_of(self, batch: StepBatch) -> SharedWork | None:
-        blocks_B = batch.prefix_blocks_B
+        blocks_B = batch.prefix_blocks[batch.slots_B]
         prefixes_B = blocks_B * batch.block_size
         if prefixes_B.max() < MIN_SHARED:
             return None
@@ -247,11 +249,11 @@ def pack(
     size: int,
     stride: int,
 ) -> None:
-    """Each column into its own stride: its words, or one word `count` times, and its fill up to `size`."""
+    """Each column into its own stride: `count` words of it, or one word for all, and its fill up to `size`."""
     for index, (column, fill) in enumerate(zip(columns, fills, strict=True)):
-        at, length = index * stride, count if isinstance(column, int) else len(column)
-        view[at : at + length] = column
-        view[at + length : at + size] = fill
+        at = index * stride
+        view[at : at + count] = column
+        view[at + count : at + size] = fill
 
 
 def sampling_columns(sampling: SamplingBatch) -> list[Array]:

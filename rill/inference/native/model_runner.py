@@ -114,8 +114,6 @@ class ModelRunner:
     usual_num_slots = 256
     num_verified_rows = 16
     """Of a step that looks at drafts: so many cost little more than one."""
-    num_prompt_rows = 0
-    """Tokens of prompts that a step of generation may take along, each a row; 0: prompts have steps of their own."""
 
     def __init__(
         self,

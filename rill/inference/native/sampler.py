@@ -190,10 +190,8 @@ def filter_logits(logits_SV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor
         rows = torch.from_numpy(sorted_rows).to(device)
         top_k = np.where(batch.top_k_S > 0, np.minimum(batch.top_k_S, vocab), vocab)[sorted_rows]
         values_RV = logits_SV[rows].sort(dim=-1, descending=True).values
-        rank_V = torch.arange(vocab, device=device)
-        values_RV = values_RV.masked_fill(
-            rank_V >= torch.from_numpy(top_k).to(device)[:, None], float("-inf")
-        )
+        least_R1 = values_RV.gather(1, torch.from_numpy(top_k).long().to(device)[:, None] - 1)
+        values_RV = values_RV.masked_fill(values_RV < least_R1, float("-inf"))
         probs_RV = values_RV.double().softmax(dim=-1)
         top_p = torch.from_numpy(batch.top_p_S[sorted_rows]).to(device)[:, None]
         # A token is kept while the mass before it is below p: at least one always is.

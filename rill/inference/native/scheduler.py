@@ -7,8 +7,7 @@ budget ends. When blocks run out, the sequence that came last gives all of its b
 
 A turn of pure generation is several steps (`num_steps`): everything about them but the tokens is known beforehand,
 so the host looks at each sequence once and the device goes on by itself. A sequence that reaches its limit leaves at
-that step; what one samples after its end is dropped. Or it is one step that looks at drafts (speculation.py), or that
-takes the few tokens along which the next turn of a conversation lacks, each a row of its own like those that generate.
+that step; what one samples after its end is dropped. Or it is one step that looks at drafts (speculation.py).
 
     turn of 4    step 0   A B C D        counts  A 4, B 4, C 3, D 1
                  step 1   A B C
@@ -65,8 +64,6 @@ class Work:
     """Somebody asks for more than the model's next token."""
     drafts: list[list[int]] = field(default_factory=list)
     """Of each of the decodes, where the step looks at some: what may follow its newest token."""
-    has_rows: bool = False
-    """The chunks are short and end their prompts: each of their tokens is a row beside the decodes."""
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
@@ -81,14 +78,11 @@ class Scheduler:
         max_batched_tokens: int,
         root_key: Callable[[Sequence], bytes],
         num_gathered: int = 0,
-        num_prompt_rows: int = 0,
         num_steps: int = 1,
         speculator: Speculator | None = None,
     ) -> None:
         """num_gathered: while more than twice as many generate, prompts are started so many at a time: they wait for
         slots as long as it takes, and for company for a few steps. 0: at once.
-
-        num_prompt_rows: tokens of prompts that a step of generation takes along; so few need no company.
 
         num_steps: of a turn in which nothing but generation happens.
         """
@@ -108,7 +102,6 @@ class Scheduler:
         self._speculator = speculator
         self._root_key = root_key
         self._num_gathered = num_gathered
-        self._num_prompt_rows = num_prompt_rows
         self._num_steps_gathered = 0
         """How long prompts have waited for company, at most."""
         self._is_filling = False
@@ -130,8 +123,7 @@ class Scheduler:
         self._make_room()
         budget = self.max_batched_tokens
         can_admit = self._can_admit()
-        has_rows = not can_admit and self._can_take_along()
-        is_pure = not can_admit and not has_rows and self._is_pure()
+        is_pure = not can_admit and self._is_pure()
         if is_pure and self._speculator is not None:
             drafts = self._speculator.propose(self.running)
             if drafts is not None:
@@ -139,13 +131,11 @@ class Scheduler:
         num_steps = self._num_steps if is_pure else 1
         decodes, counts, grown, rest = self._take_decodes(budget, num_steps)
         chunks: list[Chunk] = []
-        if has_rows:
-            self._admit(chunks, min(self._num_prompt_rows, budget - len(decodes)), whole=True)
-        elif num_steps == 1:
+        if num_steps == 1:
             self._take_chunks(rest, chunks, budget - len(decodes), can_admit)
         if num_steps > 1 and decodes and min(counts) != max(counts):
             decodes, counts = _most_first(decodes, counts)
-        return Work(decodes, counts, grown, chunks, self.num_special > 0, has_rows=has_rows)
+        return Work(decodes, counts, grown, chunks, self.num_special > 0)
 
     def _is_pure(self) -> bool:
         """Nobody could begin or go on with a prompt meanwhile, and blocks are plenty: the turn may be longer."""
@@ -305,23 +295,6 @@ class Scheduler:
         self._num_steps_gathered += self._num_steps
         return self._num_steps_gathered > _MAX_GATHERED_STEPS
 
-    def _can_take_along(self) -> bool:
-        """Whether the next to start lacks so few tokens that they are rows of a captured step: the next turn of a
-        conversation, or another sample of a prompt."""
-        if not (self._num_prompt_rows and self.running) or self._is_filling or self.is_frozen:
-            return False
-        for seq in self.waiting[: len(self._free_slots)]:
-            if self._may_start(seq):
-                matched = self._match(seq)
-                if not self.blocks.is_awaited(seq, len(matched)):
-                    return self._is_short(seq) and self._num_missing(seq, matched) <= self._num_prompt_rows
-        return False
-
-    @staticmethod
-    def _is_short(seq: Sequence) -> bool:
-        """It may be, as far as its kind is concerned."""
-        return not seq.is_scored and seq.rope is None
-
     def _make_way(self) -> bool:
         """For scoring while all else is frozen: nobody would leave by itself. Whether one had to."""
         frozen = [seq for seq in self.running if not seq.is_scored] if self.is_frozen else []
@@ -330,16 +303,13 @@ class Scheduler:
         self.preempt(max(frozen, key=lambda s: s.order))
         return True
 
-    def _admit(self, chunks: list[Chunk], budget: int, *, whole: bool = False) -> None:
-        """`whole`: nothing that would be cut, or has no place among rows; those behind wait for it."""
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
         for seq in list(self.waiting):
             if budget <= 0 or not self._free_slots:
                 return
             if not self._may_start(seq):
                 continue
-            if whole and not self._is_short(seq):
-                return
-            chunk = self._try_start(seq, budget, whole)
+            chunk = self._try_start(seq, budget)
             while chunk is None and self._make_way():
                 chunk = self._try_start(seq, budget)
             if chunk is _AWAITED:
@@ -350,16 +320,18 @@ class Scheduler:
             chunks.append(chunk)
             budget -= chunk.length
 
-    def _try_start(self, seq: Sequence, budget: int, whole: bool = False) -> Chunk | object | None:
-        matched = self._match(seq)
+    def _try_start(self, seq: Sequence, budget: int) -> Chunk | object | None:
+        root = self._root_key(seq)
+        if seq.root_key != root:
+            seq.root_key = root
+            seq.block_keys.clear()
+        matched = self.blocks.match(seq)
         if self.blocks.is_awaited(seq, len(matched)):
             return _AWAITED
         size = self.blocks.block_size
-        num_missing = self._num_missing(seq, matched)
-        if whole and num_missing > budget:
-            return None
-        num_cached = len(seq.tokens) - num_missing
-        length = min(num_missing, budget)
+        # The newest token is always computed, for its logits, even when a cached block holds it.
+        num_cached = min(len(matched) * size, len(seq.tokens) - 1)
+        length = min(len(seq.tokens) - num_cached, budget)
         self.blocks.hold(seq, matched)
         reserve = self._num_reserve_blocks if self.running else 0
         need = -(-(num_cached + length) // size) - len(matched)
@@ -383,18 +355,6 @@ class Scheduler:
             return self._take(seq, length)
         except OutOfBlocks:
             raise AssertionError("admission checked for blocks that are not there") from None
-
-    def _match(self, seq: Sequence) -> list[int]:
-        """Blocks of the cache that hold its beginning, under today's weights."""
-        root = self._root_key(seq)
-        if seq.root_key != root:
-            seq.root_key = root
-            seq.block_keys.clear()
-        return self.blocks.match(seq)
-
-    def _num_missing(self, seq: Sequence, matched: list[int]) -> int:
-        """The newest token is always computed, for its logits, even when a cached block holds it."""
-        return max(1, len(seq.tokens) - len(matched) * self.blocks.block_size)
 
     def _may_start(self, seq: Sequence) -> bool:
         if self.is_frozen:

@@ -127,7 +127,7 @@ def _batch(ids: Int64s, begin: int, end: int, first: int, table: Int32s, size: i
         query_starts_B1=np.array([0, end - begin], dtype=np.int32),
         context_lens_B=np.array([end], dtype=np.int32),
         tables=table,
-        prefix_blocks_B=np.zeros(1, dtype=np.int32),
+        prefix_blocks=np.zeros(1, dtype=np.int32),
         table_updates=[(0, 0, table.shape[1])],
         num_decodes=int(end - begin == 1),
         sampled=[],
