@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from rill.inference.base import Completion, Delta, Engine, Feature, Request
 from rill.inference.continued import nothing_said
+
+T = TypeVar("T")
 
 
 class EngineGate:
@@ -34,11 +37,17 @@ class EngineGate:
     ) -> list[Future[Completion]]:
         with self._lock:
             if epoch <= self._stopped_through:
-                return [_answered(nothing_said(request)) for request in requests]
+                return [answered(nothing_said(request)) for request in requests]
             if Feature.SEEDED_BY_POSITION not in self._engine.features:
                 requests = [_reseeded(request) for request in requests]
-            futures = self._engine.submit(requests, on_delta)
-            self._running.update((request.id, epoch) for request in requests)
+            begun = {request.id: epoch for request in requests if request.id not in self._running}
+            self._running |= begun  # before any of them can end
+            try:
+                futures = self._engine.submit(requests, on_delta)
+            except BaseException:
+                for name in begun:
+                    del self._running[name]
+                raise
         for request, future in zip(requests, futures, strict=True):
             future.add_done_callback(partial(self._forget, request.id))
         return futures
@@ -47,7 +56,7 @@ class EngineGate:
         """Everything of this epoch and those before it."""
         with self._lock:
             self._stopped_through = max(self._stopped_through, epoch)
-            stopped = [name for name, begun in self._running.items() if begun <= epoch]
+            stopped = [name for name, begun in self._running.copy().items() if begun <= epoch]
         if stopped:
             self._engine.abort(stopped)  # outside: it waits for the engine's thread, which calls `_forget`
 
@@ -57,8 +66,8 @@ class EngineGate:
             self._stopped_through = -1
 
     def _forget(self, name: str, _: Future[Completion]) -> None:
-        with self._lock:
-            self._running.pop(name, None)
+        """By the engine's thread, which waits for nobody here."""
+        self._running.pop(name, None)
 
 
 def _reseeded(request: Request) -> Request:
@@ -72,7 +81,7 @@ def _reseeded(request: Request) -> Request:
     return replace(request, sampling=replace(sampling, seed=seed))
 
 
-def _answered(completion: Completion) -> Future[Completion]:
-    future: Future[Completion] = Future()
-    future.set_result(completion)
+def answered(answer: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(answer)
     return future

@@ -51,8 +51,10 @@ class Checkpointer:
         """Write into `folder` behind the caller's back; wait() returns when it is whole."""
         self.wait()
         engine = self.engine
-        engine.prepare_optimizer_state()
-        copy = StateCopy(self._staging, engine.state())
+        shelf = engine.shelf if engine.rests_on_host else None
+        if shelf is None:
+            engine.prepare_optimizer_state()
+        copy = StateCopy(self._staging, engine.state(), shelf)
         about = {
             "format": _FORMAT,
             "version": int(engine.version),
@@ -60,7 +62,7 @@ class Checkpointer:
             "optimizer": _moments(engine),
         }
         self._join()
-        engine.hold(copy.wait)
+        engine.hold(copy.wait, on_shelf=copy.is_borrowed)
         self._thread = threading.Thread(
             target=self._write_behind,
             args=(copy, folder / FOLDER, about),
@@ -125,9 +127,11 @@ class Checkpointer:
 
     def _write_behind(self, copy: StateCopy, final: Path, about: dict[str, Any]) -> None:
         try:
-            self._write(copy.run(), final, about)
+            self._write(dict(copy.run()), final, about)
         except BaseException as error:  # noqa: BLE001 - the thread's boundary: wait() raises it on the caller's
             self._error = error
+        finally:
+            copy.close()
 
     def _write(self, state: dict[str, Any], final: Path, about: dict[str, Any]) -> None:
         world, group = self.engine.world, self._group

@@ -55,8 +55,9 @@ class TrainEngine:
         self.compute_dtype = DTYPES[config.compute_dtype]
         self.num_skipped_steps = 0
         self._version = 0
-        self._shelf = Shelf()
+        self.shelf = Shelf()
         self._until_read: Callable[[], None] | None = None
+        self._is_read_on_shelf = False
         if self.device.type == "cpu":
             keep_freed_memory()
         if config.lora is not None:
@@ -106,7 +107,8 @@ class TrainEngine:
         `learning_rate` takes the place of the schedule's; `norm` is gradient_norm() where the caller has read it;
         `reason` is what this rank knows of a loss that is not finite.
         """
-        self._wait_until_read()
+        if not self._is_read_on_shelf:
+            self._wait_until_read()
         size = (self.gradient_norm().item() if norm is None else norm) / denominator
         is_finite = is_finite and math.isfinite(size)
         rate = self.learning_rate if learning_rate is None else learning_rate
@@ -205,9 +207,11 @@ class TrainEngine:
                 state[f"optimizer.{name}.{key}"] = like(value, template) if is_part else value
         return state
 
-    def hold(self, until: Callable[[], None]) -> None:
-        """Somebody reads state() by and by: before anything of it changes, `until` is called, which waits for that."""
+    def hold(self, until: Callable[[], None], *, on_shelf: bool = False) -> None:
+        """Somebody reads state() by and by: before anything of it changes, `until` is called, which waits for that.
+        on_shelf: it is read from what offload() has put on the host, which only the next one changes."""
         self._until_read = until
+        self._is_read_on_shelf = on_shelf
 
     def _wait_until_read(self) -> None:
         until, self._until_read = self._until_read, None
@@ -254,23 +258,32 @@ class TrainEngine:
         self._collect_gradients()
         self._fold()
         tensors += [s.master.grad for s in self.slots if s.master.grad is not None]
-        self._shelf.drop(
+        self.shelf.drop(
             [local(s.template.detach()) for s in self.slots if s.has_copy]
         )  # the masters hold them
         tensors += [s.master for s in self.slots]
         tensors += [local(p.detach()) for p in self.module.parameters()]
-        self._shelf.put([*tensors, *self.module.buffers()])
+        self.shelf.put([*tensors, *self.module.buffers()])
         torch.cuda.empty_cache()
+
+    @property
+    def rests_on_host(self) -> bool:
+        """offload() has put all that state() names there, as a checkpoint holds it."""
+        if not self.shelf.num_bytes:
+            return False
+        states = self.optimizer.state_tensors()
+        is_plain = not (self.optimizer.is_coded or self.config.optimizer.offload_state)
+        return is_plain and all(slot.name in states for slot in self.slots)
 
     @property
     def num_offloaded_bytes(self) -> int:
         """Held in host memory for the device."""
-        return self._shelf.num_bytes
+        return self.shelf.num_bytes
 
     def onload(self) -> None:
         """Bring back what offload() took. Nothing to do where there is nothing."""
-        if self._shelf.num_bytes:
-            self._shelf.take_all()
+        if self.shelf.num_bytes:
+            self.shelf.take_all()
             self._publish_masters()
 
     # --- construction -------------------------------------------------------------------------------------

@@ -69,6 +69,15 @@ class Shelf:
         self._kept.clear()
         self._dropped.clear()
 
+    def host_of(self, tensor: Tensor) -> Tensor | None:
+        """The same values in the host copy, which stays as it is until the storage is put here again. None: it has none
+        now."""
+        address = tensor.untyped_storage()._cdata
+        host = next((host for storage, host in self._kept if storage._cdata == address), None)
+        if host is None:
+            return None
+        return host.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
     def _make_buffers(self, storages: Sequence[torch.UntypedStorage]) -> None:
         missing = [s for s in storages if not self._has_buffer(s)]
         if not missing:

@@ -83,6 +83,11 @@ class Optimizer:
     def template(self, name: str) -> Tensor:
         return next(s.template for s in self.slots if s.name == name)
 
+    @property
+    def is_coded(self) -> bool:
+        """Moments have 8 bits, and are decoded for a checkpoint."""
+        return any(is_coded(state) for state in self.state_tensors().values())
+
     def plain_state(self) -> dict[str, dict[str, Any]]:
         """state_tensors() with 8-bit moments decoded: what a checkpoint holds, whatever the type of AdamW."""
         if self.config.offload_state and torch.cuda.is_available():

@@ -71,6 +71,8 @@ class Rows:
 
 
 class RobotTrainer:
+    rests_on_host = False
+
     class Config(PartConfig):
         """[trainer]"""
 

@@ -4,13 +4,14 @@
     writer's thread       └────▶ copy to the host ──▶ files
 
 Caller: rill.training.checkpoint. On a GPU the copies run on a stream of their own into pinned memory, which is dear to
-make and is kept for the next save; the step waits on the device, where it would change what is being read.
+make and is kept for the next save; the step waits on the device, where it would change what is being read. Where the
+trainer has left the device to others its state lies on the host already, and is written from there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rill.errors import StuckError
-from rill.training.offload import pinned_like
+from rill.training.offload import Shelf, pinned_like
 
 COPY_TIMEOUT_S = 600.0
 
@@ -37,12 +38,7 @@ class Staging:
     def to_host(self, name: str, value: Any) -> Any:
         """On a GPU only queued, on the current stream."""
         if isinstance(value, DTensor):
-            # DTensor.from_local would move the part back to the mesh's device.
-            parts, about = value.__tensor_flatten__()  # type: ignore[no-untyped-call]
-            copied = {part: self.to_host(f"{name}.{part}", getattr(value, part)) for part in parts}
-            return DTensor.__tensor_unflatten__(  # type: ignore[no-untyped-call]
-                copied, about, value.shape, value.stride()
-            )
+            return _with_parts(value, lambda part, tensor: self.to_host(f"{name}.{part}", tensor))
         if not isinstance(value, Tensor):
             return value
         if value.device.type == "cpu":
@@ -56,18 +52,24 @@ class Staging:
 class StateCopy:
     """Of a state as it is when this is made: nothing of it may change before `wait` has returned."""
 
-    def __init__(self, staging: Staging, state: Mapping[str, Any]) -> None:
+    def __init__(self, staging: Staging, state: Mapping[str, Any], shelf: Shelf | None = None) -> None:
+        """`shelf`: where all of it lies on the host, to be read there: that alone must stay as it is, until all is
+        written."""
         self._staging = staging
-        self._state = state
-        self._is_queued = threading.Event()
+        self.is_borrowed = shelf is not None
+        self._state = state if shelf is None else {n: _on_shelf(shelf, v) for n, v in state.items()}
+        self._may_change = threading.Event()
+        """On a GPU, once the device has done what is queued."""
         self._made: torch.cuda.Event | None = None
         self._copied: torch.cuda.Event | None = None
-        if staging.stream is not None:
+        if staging.stream is not None and shelf is None:
             self._made = torch.cuda.current_stream(staging.device).record_event()
 
     @torch.no_grad()
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Mapping[str, Any]:
         """By the writer's thread: the copy, whole."""
+        if self.is_borrowed:
+            return self._state
         stream = self._staging.stream
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -76,15 +78,40 @@ class StateCopy:
                 staged = {name: self._staging.to_host(name, value) for name, value in self._state.items()}
                 self._copied = stream.record_event() if stream is not None else None
         finally:
-            self._is_queued.set()
+            self._may_change.set()
         if self._copied is not None:
             self._copied.synchronize()
         self._state = {}  # not before: memory that is given back is given to others
         return staged
 
+    def close(self) -> None:
+        """By the writer's thread: everything is written, or will not be."""
+        self._state = {}
+        self._may_change.set()
+
     def wait(self) -> None:
         """By the trainer's thread: whatever it does, or queues on its stream, after this may change the state."""
-        if not self._is_queued.wait(COPY_TIMEOUT_S):
-            raise StuckError(f"checkpoint: the state was not copied to host memory in {COPY_TIMEOUT_S:.0f} s")
+        if not self._may_change.wait(COPY_TIMEOUT_S):
+            what = "written" if self.is_borrowed else "copied to host memory"
+            raise StuckError(f"checkpoint: the state was not {what} in {COPY_TIMEOUT_S:.0f} s")
         if self._copied is not None:
             torch.cuda.current_stream(self._staging.device).wait_event(self._copied)
+
+
+def _on_shelf(shelf: Shelf, value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return _with_parts(value, lambda _, tensor: _on_shelf(shelf, tensor))
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type == "cpu":
+        return value.clone()  # a counter of steps
+    host = shelf.host_of(value)
+    assert host is not None, "a state that rests on the host has a tensor on the device"
+    return host
+
+
+def _with_parts(value: DTensor, replaced: Callable[[str, Tensor], Tensor]) -> Any:
+    """The same tensor of other parts. DTensor.from_local would move them back to the mesh's device."""
+    parts, about = value.__tensor_flatten__()  # type: ignore[no-untyped-call]
+    others = {part: replaced(part, getattr(value, part)) for part in parts}
+    return DTensor.__tensor_unflatten__(others, about, value.shape, value.stride())  # type: ignore[no-untyped-call]

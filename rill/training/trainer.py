@@ -106,6 +106,11 @@ class Trainer:
         and wait_saved() tells when they are there."""
         self._checkpointer.save(Path(folder))
 
+    @property
+    def rests_on_host(self) -> bool:
+        """It was moved off its device, and can be saved from where it lies."""
+        return self.engine.rests_on_host
+
     def wait_saved(self, timeout_s: float = 600.0) -> None:
         """Return when the last save is whole; raise what went wrong with it."""
         self._checkpointer.wait(timeout_s)

@@ -153,7 +153,7 @@ class Fleet:
             self._engines = Crew(engines, limit, "generate", flows)
             self._crews = [self._engines]
         else:
-            requests = self._requests = channels.bounded("requests")
+            requests = self._requests = channels.endless("requests")
             answers = tuple(channels.endless(f"answers[{rank}]") for rank in range(env.size))
             self._engines = Crew(engines, limit, "serve", requests, answers)
             self._crews = [Crew(env, limit, "run", flows, requests, answers), self._engines]

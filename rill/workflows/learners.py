@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,9 +54,10 @@ class LearningWorker(Worker):
         return num_shares(self.world_size, self.trainer.world)
 
     def save(self, folder: str) -> None:
-        """Returns when training may go on; the files follow (`wait_saved`)."""
+        """Returns when training may go on; the files follow (`wait_saved`). One that has left its devices to others
+        does not ask for them."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with self.device_lock():
+        with nullcontext() if self.trainer.rests_on_host else self.device_lock():
             self.trainer.save(folder)
         if self.rank == 0 and self.algorithm is not None:  # it is the same on every rank
             write_atomically(Path(folder) / ALGORITHM_FILE, json.dumps(self.algorithm.state_dict()))

@@ -14,18 +14,22 @@ sequence where it is, writes the tokens to the token log and ends its process: o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rill.config import PartConfig
 from rill.errors import RequestError
 from rill.inference.base import ENGINES, Completion, Engine, MemoryLevel, PauseMode
-from rill.inference.gate import EngineGate
+from rill.inference.gate import EngineGate, answered
 from rill.inference.policy import Asked
 from rill.journal.logged import LoggedEngine
 from rill.models.loading import load_tokenizer
@@ -43,6 +47,57 @@ asks for the lock in every step: while a batch of answers is being scored it wou
 LEFT_CODE = 128 + signal.SIGTERM
 """How the process of an engine that was told to go exits."""
 EVERY_EPOCH = 1 << 62
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """A question that is being answered."""
+
+    lease: Lease
+    target: Channel
+    num_left: int
+    room: asyncio.Semaphore
+    num_places: int
+
+
+class AnswerDesk:
+    """Sends every completion as it comes; a question is dealt with together with its last one. The engine's thread
+    wakes the event loop once for all that a step has ended: each time the two threads change places costs it some of a
+    step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._ended: deque[tuple[Open, Future[Any]]] = deque()
+        self._has_ended = asyncio.Event()
+        self._is_woken = False
+
+    def add(self, asked: Open, future: Future[Any]) -> None:
+        future.add_done_callback(partial(self._put_down, asked))
+
+    def _put_down(self, asked: Open, future: Future[Any]) -> None:
+        """By the engine's thread."""
+        self._ended.append((asked, future))
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for answers any more
+                self._loop.call_soon_threadsafe(self._has_ended.set)
+
+    async def send(self) -> None:
+        """Until it is cancelled; raises what an engine ended with."""
+        while True:
+            await self._has_ended.wait()
+            self._has_ended.clear()
+            self._is_woken = False
+            while self._ended:
+                asked, future = self._ended.popleft()
+                asked.num_left -= 1
+                if asked.num_left:
+                    await asked.target.put_async(future.result())
+                    continue
+                async with asked.lease:
+                    await asked.target.put_async(future.result())
+                for _ in range(asked.num_places):
+                    asked.room.release()
 
 
 class RolloutWorker(Worker):
@@ -141,28 +196,24 @@ class RolloutWorker(Worker):
             self.receiver = self._open_receiver()
 
     async def _serve(self, requests: Channel, answers: tuple[Channel, ...]) -> int:
-        room = asyncio.Semaphore(self.max_concurrent)
-        num_answered = 0
+        room, num_answered = asyncio.Semaphore(self.max_concurrent), 0
+        desk = AnswerDesk(asyncio.get_running_loop())
         async with asyncio.TaskGroup() as running:
+            sending = running.create_task(desk.send())
             async for lease in requests.leases():
                 question: Question = lease.value
                 num_answered += len(question.requests)
-                running.create_task(self._answer(lease, answers[question.asker], room))
-                for _ in question.requests[: self.max_concurrent]:
-                    await room.acquire()  # before the next is taken: another engine may have room for it
+                places = question.requests[: self.max_concurrent]
+                asked = Open(lease, answers[question.asker], len(question.requests), room, len(places))
+                futures, refused = self._submit(question)
+                for each in refused:
+                    desk.add(asked, answered(each))
+                for future in futures:
+                    desk.add(asked, future)
+                for _ in places:
+                    await room.acquire()  # before the next is begun: another engine may have room for it
+            sending.cancel()  # the epoch is over when the last question is dealt with
         return num_answered
-
-    async def _answer(self, lease: Lease, target: Channel, room: asyncio.Semaphore) -> None:
-        """Every completion as it comes; the question is dealt with when all are on their way."""
-        question: Question = lease.value
-        futures, refused = self._submit(question)
-        for each in refused:
-            await target.put_async(each)
-        for answered in asyncio.as_completed([asyncio.wrap_future(future) for future in futures]):
-            await target.put_async(await answered)
-        await lease.done_async()
-        for _ in question.requests[: self.max_concurrent]:
-            room.release()
 
     def _submit(self, question: Question) -> tuple[list[Future[Completion]], list[Refused]]:
         """All at once; where one is impossible, each by itself."""

@@ -90,7 +90,11 @@ def test_other_optimizers_step_on_shards(
     values = {"optimizer": {"type": kind, "learning_rate": 1e-3}}
     t = sharded_trainer(world, monkeypatch, **values)
     t.update(make_samples())
+    t.offload()
+    if not t.rests_on_host:
+        t.onload()
     t.save(tmp_path)
+    t.onload()
     t.wait_saved()
     again = sharded_trainer(world, monkeypatch, **values)
     again.load(tmp_path)

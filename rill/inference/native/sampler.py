@@ -142,7 +142,9 @@ def _draw(logits_SV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         if not len(rows):
             break
         state_S[rows] = next_draw(state_S[rows])
-        tokens_S[rows] = _invert(cumulative_SV[rows], (state_S[rows] >> np.uint32(8)) * 2.0**-24)
+        tokens_S[rows] = _invert(
+            cumulative_SV[rows], (state_S[rows] >> np.uint32(8)).astype(np.float64) * 2.0**-24
+        )
     return tokens_S
 
 

@@ -6,7 +6,8 @@
              given back: nobody starves behind a consumer that stopped taking
 
 A loop over an unbounded channel reads ahead as long as its items take it no time: twice as many with every refill, half
-as many as soon as an item takes longer than QUICK_S, and never more than its part of the queue.
+as many as soon as an item takes longer than QUICK_S, and never more than its part of the queue. On an event loop, which
+only begins with an item, it takes all of its part at once.
 """
 
 from __future__ import annotations
@@ -69,14 +70,15 @@ class Consumer:
         return self._open(items, is_of_thread=True)
 
     async def take_async(self, take: Take, timeout_s: float) -> tuple[Lease | None, list[Any]]:
-        """As `take`, on an event loop, one at a time; nothing but the lease itself says when it is done."""
-        self.return_ahead()
-        what = f"take from channel {self.name!r}"
-        with self._asking(take) as asked, waiting(what, f"channel:{self.name}"):
-            has_come, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=timeout_s)
-            if not has_come:
-                raise stuck(self._context, what, timeout_s)
-            items = self._accept(take, asked.result())
+        """As `take`, on an event loop; nothing but the lease itself says when it is done."""
+        items = self._next_ahead(take, on_loop=True)
+        if items is None:
+            what = f"take from channel {self.name!r}"
+            with self._asking(take) as asked, waiting(what, f"channel:{self.name}"):
+                has_come, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=timeout_s)
+                if not has_come:
+                    raise stuck(self._context, what, timeout_s)
+                items = self._accept(take, asked.result())
         return self._open(items, is_of_thread=False)
 
     @contextmanager
@@ -95,7 +97,7 @@ class Consumer:
                 self._return_grant(asked.result())
             raise
 
-    def _next_ahead(self, take: Take) -> list[Item] | None:
+    def _next_ahead(self, take: Take, *, on_loop: bool = False) -> list[Item] | None:
         """From what is here already. Only loops read ahead; whoever else takes gives it back first."""
         with self._lock:
             now_s = self._touched_s = time.monotonic()
@@ -104,6 +106,8 @@ class Consumer:
             elif self._ahead:
                 self._num_given += 1
                 return [self._ahead.popleft()]
+            elif on_loop:
+                take.max_items = 1 if self.producer.is_bounded else MAX_AHEAD
             elif not self.producer.is_bounded:
                 is_quick = now_s - self._refilled_s < QUICK_S * self._num_given
                 more, less = min(MAX_AHEAD, 2 * self._num_ahead), max(1, self._num_ahead // 2)
