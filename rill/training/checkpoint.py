@@ -62,7 +62,7 @@ class Checkpointer:
             "optimizer": _moments(engine),
         }
         self._join()
-        engine.hold(copy.wait, on_shelf=copy.is_borrowed)
+        engine.hold(copy.wait)
         self._thread = threading.Thread(
             target=self._write_behind,
             args=(copy, folder / FOLDER, about),
@@ -127,11 +127,9 @@ class Checkpointer:
 
     def _write_behind(self, copy: StateCopy, final: Path, about: dict[str, Any]) -> None:
         try:
-            self._write(dict(copy.run()), final, about)
+            self._write(copy.run(), final, about)
         except BaseException as error:  # noqa: BLE001 - the thread's boundary: wait() raises it on the caller's
             self._error = error
-        finally:
-            copy.close()
 
     def _write(self, state: dict[str, Any], final: Path, about: dict[str, Any]) -> None:
         world, group = self.engine.world, self._group

@@ -57,7 +57,6 @@ class TrainEngine:
         self._version = 0
         self.shelf = Shelf()
         self._until_read: Callable[[], None] | None = None
-        self._is_read_on_shelf = False
         if self.device.type == "cpu":
             keep_freed_memory()
         if config.lora is not None:
@@ -107,8 +106,7 @@ class TrainEngine:
         `learning_rate` takes the place of the schedule's; `norm` is gradient_norm() where the caller has read it;
         `reason` is what this rank knows of a loss that is not finite.
         """
-        if not self._is_read_on_shelf:
-            self._wait_until_read()
+        self._wait_until_read()
         size = (self.gradient_norm().item() if norm is None else norm) / denominator
         is_finite = is_finite and math.isfinite(size)
         rate = self.learning_rate if learning_rate is None else learning_rate
@@ -207,11 +205,9 @@ class TrainEngine:
                 state[f"optimizer.{name}.{key}"] = like(value, template) if is_part else value
         return state
 
-    def hold(self, until: Callable[[], None], *, on_shelf: bool = False) -> None:
-        """Somebody reads state() by and by: before anything of it changes, `until` is called, which waits for that.
-        on_shelf: it is read from what offload() has put on the host, which only the next one changes."""
+    def hold(self, until: Callable[[], None]) -> None:
+        """Somebody reads state() by and by: before anything of it changes, `until` is called, which waits for that."""
         self._until_read = until
-        self._is_read_on_shelf = on_shelf
 
     def _wait_until_read(self) -> None:
         until, self._until_read = self._until_read, None

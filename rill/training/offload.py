@@ -76,7 +76,9 @@ class Shelf:
         host = next((host for storage, host in self._kept if storage._cdata == address), None)
         if host is None:
             return None
-        return host.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        typed = host.view(tensor.dtype)  # a part of a slab, whose beginning as_strided counts from
+        offset = typed.storage_offset() + tensor.storage_offset()
+        return typed.as_strided(tensor.shape, tensor.stride(), offset)
 
     def _make_buffers(self, storages: Sequence[torch.UntypedStorage]) -> None:
         missing = [s for s in storages if not self._has_buffer(s)]

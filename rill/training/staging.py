@@ -5,7 +5,7 @@
 
 Caller: rill.training.checkpoint. On a GPU the copies run on a stream of their own into pinned memory, which is dear to
 make and is kept for the next save; the step waits on the device, where it would change what is being read. Where the
-trainer has left the device to others its state lies on the host already, and is written from there.
+trainer has left the device to others its state lies on the host already, and is copied from there.
 """
 
 from __future__ import annotations
@@ -53,23 +53,18 @@ class StateCopy:
     """Of a state as it is when this is made: nothing of it may change before `wait` has returned."""
 
     def __init__(self, staging: Staging, state: Mapping[str, Any], shelf: Shelf | None = None) -> None:
-        """`shelf`: where all of it lies on the host, to be read there: that alone must stay as it is, until all is
-        written."""
+        """`shelf`: where all of it lies on the host, to be read there."""
         self._staging = staging
-        self.is_borrowed = shelf is not None
         self._state = state if shelf is None else {n: _on_shelf(shelf, v) for n, v in state.items()}
-        self._may_change = threading.Event()
-        """On a GPU, once the device has done what is queued."""
+        self._is_queued = threading.Event()
         self._made: torch.cuda.Event | None = None
         self._copied: torch.cuda.Event | None = None
-        if staging.stream is not None and shelf is None:
+        if staging.stream is not None:
             self._made = torch.cuda.current_stream(staging.device).record_event()
 
     @torch.no_grad()
-    def run(self) -> Mapping[str, Any]:
+    def run(self) -> dict[str, Any]:
         """By the writer's thread: the copy, whole."""
-        if self.is_borrowed:
-            return self._state
         stream = self._staging.stream
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -78,22 +73,16 @@ class StateCopy:
                 staged = {name: self._staging.to_host(name, value) for name, value in self._state.items()}
                 self._copied = stream.record_event() if stream is not None else None
         finally:
-            self._may_change.set()
+            self._is_queued.set()
         if self._copied is not None:
             self._copied.synchronize()
         self._state = {}  # not before: memory that is given back is given to others
         return staged
 
-    def close(self) -> None:
-        """By the writer's thread: everything is written, or will not be."""
-        self._state = {}
-        self._may_change.set()
-
     def wait(self) -> None:
         """By the trainer's thread: whatever it does, or queues on its stream, after this may change the state."""
-        if not self._may_change.wait(COPY_TIMEOUT_S):
-            what = "written" if self.is_borrowed else "copied to host memory"
-            raise StuckError(f"checkpoint: the state was not {what} in {COPY_TIMEOUT_S:.0f} s")
+        if not self._is_queued.wait(COPY_TIMEOUT_S):
+            raise StuckError(f"checkpoint: the state was not copied to host memory in {COPY_TIMEOUT_S:.0f} s")
         if self._copied is not None:
             torch.cuda.current_stream(self._staging.device).wait_event(self._copied)
 
@@ -101,13 +90,8 @@ class StateCopy:
 def _on_shelf(shelf: Shelf, value: Any) -> Any:
     if isinstance(value, DTensor):
         return _with_parts(value, lambda _, tensor: _on_shelf(shelf, tensor))
-    if not isinstance(value, Tensor):
-        return value
-    if value.device.type == "cpu":
-        return value.clone()  # a counter of steps
-    host = shelf.host_of(value)
-    assert host is not None, "a state that rests on the host has a tensor on the device"
-    return host
+    host = shelf.host_of(value) if isinstance(value, Tensor) else None
+    return value if host is None else host  # a counter of steps is on the host anyway
 
 
 def _with_parts(value: DTensor, replaced: Callable[[str, Tensor], Tensor]) -> Any:

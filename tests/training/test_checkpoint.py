@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from rill.errors import CheckpointError
-from rill.training import checkpoint
+from rill.training import checkpoint, offload
 from rill.training.checkpoint import FOLDER, MANIFEST
 from rill.training.policy import PolicyTrainer
 from rill.training.staging import Staging, StateCopy
@@ -54,6 +55,53 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, values: dict[str, A
         assert found[name] == wanted[name], name
     for name, tensor in weights(straight).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "muon"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_that_left_its_device_is_saved_from_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
+) -> None:
+    """As on a GPU, whose memory is taken from it: here the host's own is."""
+    monkeypatch.setattr(offload, "_device_storages", lambda tensors: list(storages(tensors).values()))
+    monkeypatch.setattr(offload, "_pinned_slab", lambda count: torch.zeros(count, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    values = {"compute_dtype": dtype, "optimizer": {"type": kind, "learning_rate": 1e-3}}
+    t = trainer(**values)
+    for turn in range(2):
+        t.update(make_samples(seed=turn))
+        masters = {slot.name: slot.master.clone() for slot in t.engine.slots}
+        leave(t)
+        assert all(slot.master.untyped_storage().nbytes() == 0 for slot in t.engine.slots)
+        assert t.rests_on_host == (kind != "adamw8bit"), "moments of 8 bits are decoded on the device"
+        if not t.rests_on_host:
+            t.onload()
+        t.save(tmp_path)
+        t.onload()
+        t.update(make_samples(seed=9))
+        leave(t)
+        t.onload()
+        t.wait_saved()
+        again = trainer(**values)
+        again.load(tmp_path)
+        for slot in again.engine.slots:
+            assert torch.equal(slot.master, masters[slot.name]), slot.name
+        t.load(tmp_path)
+        for one in (t, again):
+            one.update(make_samples(seed=9))
+        for a, b in zip(t.engine.slots, again.engine.slots, strict=True):
+            assert torch.equal(a.master, b.master), a.name
+
+
+def leave(t: PolicyTrainer) -> None:
+    here, t.engine.device = t.engine.device, torch.device("cuda")
+    t.offload()
+    t.engine.device = here
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    found = {s._cdata: s for s in (t.untyped_storage() for t in tensors)}
+    return {address: storage for address, storage in found.items() if storage.nbytes() > 0}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "muon", "sgd"])

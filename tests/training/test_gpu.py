@@ -174,7 +174,6 @@ def test_one_that_left_its_device_is_saved_from_where_it_lies(tmp_path: Path, ki
             one.update(make_samples(seed=9))
         for a, b in zip(t.engine.slots, again.engine.slots, strict=True):
             assert torch.equal(a.master, b.master), a.name
-        assert kind == "adamw8bit" or not t._checkpointer._staging._pinned, "no second copy on the host"
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["the next step", "offload"])
