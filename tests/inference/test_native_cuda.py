@@ -14,7 +14,6 @@ import torch
 from rill.inference.base import Engine
 from rill.inference.native.engine import NativeEngine
 from rill.inference.native.sampler import SamplingBatch, sample
-from rill.inference.native.triton_sampler import TritonSampler
 from rill.models.loading import ModelConfig, load_model
 from tests.inference.conformance import EngineConformance
 from tests.inference.native_models import (
@@ -69,6 +68,8 @@ def test_samples_of_one_long_prompt_are_answered_as_if_each_were_read_alone() ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("filters", [(0, 0.95, 0.0), (0, 0.5, 0.0), (50, 0.95, 0.0), (0, 0.3, 0.01)])
 def test_filtered_tokens_are_those_of_the_host(filters: tuple[int, float, float], dtype: torch.dtype) -> None:
+    from rill.inference.native.triton_sampler import TritonSampler  # Triton comes with CUDA's torch alone
+
     rows, vocab, generator = 128, 30_000, np.random.default_rng(0)
     logits = torch.from_numpy(generator.normal(size=(rows, vocab)) * 3).to(dtype)
     kinds = (np.int32, np.float32, np.float32)
