@@ -1,17 +1,18 @@
 """Claim: what a plan predicts is what the run takes: within 5 % (median), with the modes in the right order.
 
-    python benchmarks/plan_prediction.py [--steps 12] [--rounds 2] [--workloads grpo,ppo,tail,slow] [--svg F]
+    python benchmarks/plan_prediction.py [--steps 12] [--rounds 2] [--workloads grpo,ppo,tail,slow,pair] [--svg F]
 
 GRPO (engine, reference, actor), PPO (engine, reference, critic, actor), GRPO with a long-tailed task and GRPO whose
-answers wait for a slow tool (both of benchmarks/longtail.py), each on so many slots of one thread: the recipe is
-profiled, every mode is searched for, and the plan found runs for some steps. `asynchronous` is the split plan one step
+answers wait for a slow tool (both of benchmarks/longtail.py), and the long-tailed one without a reference (engine and
+actor: two slots can be split), each on so many slots of one thread: the recipe is profiled, every mode is searched for,
+and the plan found runs for some steps. `asynchronous` is the split plan one step
 ahead. One JSON line a run: seconds of a step, predicted (plans near the best were tried with the profile), by the model
 alone, simulated, and real (the median, without the first steps), with the seconds of each worker, by the model and
 real; then one a workload: the median error, whether the modes come in the right order, and how auto compares with the
 best and the worst. Needs a quiet machine with more free cores than slots: hub and driver work beside them. Shared
 machines change their speed by the minute, so a fixed piece of work is timed with every profile and run: `drift` is how
 much longer it took than at the profile, and `error_without_drift` the error with the prediction scaled by it. --svg
-draws a step of each mode of the last workload, as predicted and as it was.
+draws a step of each mode, as predicted and as it was.
 
     python benchmarks/plan_prediction.py --workloads h200
 
@@ -97,12 +98,12 @@ def workload(name: str, args: argparse.Namespace, lag: int = 0) -> RecipeValues:
         "data": {"type": "arithmetic", "digits": [3, 3]},
         "rollout": {
             "group_size": 4,
-            "sampling": {"max_new_tokens": 200 if name == "tail" else 40},
-            "env": {"tail": TAIL, "slow": SLOW}.get(name, env),
+            "sampling": {"max_new_tokens": 200 if name in ("tail", "pair") else 40},
+            "env": {"tail": TAIL, "pair": TAIL, "slow": SLOW}.get(name, env),
         },
         "algorithm": {
             "type": "ppo" if is_ppo else "grpo",
-            "kl": {"coefficient": 0.02},
+            "kl": {"coefficient": 0.0 if name == "pair" else 0.02},
             **({"correction": "tis"} if lag else {}),
         },
         "trainer": {"optimizer": {"learning_rate": 1e-4}},
@@ -133,6 +134,7 @@ class Lane(NamedTuple):
 class Picture(NamedTuple):
     """A step under a plan, predicted and real."""
 
+    workload: str
     mode: str
     drift: float
     predicted_s: float
@@ -256,10 +258,10 @@ def compared(
     )  # fmt: skip
     lanes = predicted_lanes(problem, found, plan)
     predicted = [Lane(int(x["lane"].split()[1]), x["name"], x["start_s"], x["end_s"]) for x in lanes]
-    return Picture(label, drift, plan.step_s, real.step_s, predicted, real.lanes)
+    return Picture(name, label, drift, plan.step_s, real.step_s, predicted, real.lanes)
 
 
-def draw(pictures: list[Picture], title: str) -> str:
+def draw(pictures: list[Picture]) -> str:
     """Predicted on the left, real on the right, one block a mode."""
     colours = dict(
         zip(("rollout", "reference", "critic", "actor"), ("#4c78a8", "#f58518", "#b279a2", "#54a24b"))
@@ -270,7 +272,7 @@ def draw(pictures: list[Picture], title: str) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="860" height="{height}" font-family="sans-serif" '
         f'font-size="11"><rect width="860" height="{height}" fill="white"/><text x="10" y="18" font-size="13">'
-        f"{title}: a step, predicted (left) and real (right)</text>"
+        "A step, predicted (left) and real (right)</text>"
     ]
     for i, (name, colour) in enumerate(colours.items()):
         parts.append(f'<rect x="{480 + 90 * i}" y="9" width="10" height="10" fill="{colour}"/>')
@@ -279,7 +281,7 @@ def draw(pictures: list[Picture], title: str) -> str:
         top = 46 + (block + 14) * i
         sides = ((60, one.predicted_s, one.predicted), (460, one.real_s, one.real))
         for left, step_s, lanes in sides:
-            parts.append(f'<text x="{left}" y="{top}">{one.mode}, {step_s:.3g} s</text>')
+            parts.append(f'<text x="{left}" y="{top}">{one.workload}, {one.mode}, {step_s:.3g} s</text>')
             parts.append(
                 f'<rect x="{left}" y="{top + 4}" width="{step_s * scale:.1f}" height="{16 * devices}" fill="#eee"/>'
             )
@@ -297,9 +299,10 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=3)
     parser.add_argument("--workloads", default="grpo,ppo,tail,slow")
     parser.add_argument("--rounds", type=int, default=2, help="times that every size is profiled")
-    parser.add_argument("--svg", type=Path, help="where to draw the last workload's steps")
+    parser.add_argument("--svg", type=Path, help="where to draw the steps")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))  # for longtail
+    pictures: list[Picture] = []
     for name in args.workloads.split(","):
         if name == "h200":
             one_plan(name, args)
@@ -316,8 +319,9 @@ def main() -> None:
                 rows[label] = compared(name, mode, lag, args, profile, pace_s)
             except PlanError as error:
                 print(json.dumps({"workload": name, "mode": label, "impossible": str(error)}), flush=True)
+        pictures += [one for one in rows.values() if one.mode != "auto"]
         if args.svg:
-            args.svg.write_text(draw([one for one in rows.values() if one.mode != "auto"], name))
+            args.svg.write_text(draw(pictures))
         errors = [abs(one.predicted_s / one.real_s - 1) for one in rows.values()]
         without = [abs(one.predicted_s * one.drift / one.real_s - 1) for one in rows.values()]
         auto_s = rows["auto"].real_s
