@@ -50,8 +50,8 @@ NOTICE_S = 30.0
 
 
 class Crew:
-    """One group and the call of its method that lasts for an epoch of a channel, on every rank. A call is told which
-    epoch: a rank that dies between its end and its answer meets that end again."""
+    """One group and the call of its method that lasts for an epoch of a channel, on every rank. Each call meets one end
+    of an epoch; a rank that dies meets it when it is called again."""
 
     def __init__(self, group: WorkerGroup[Any], max_relaunches: int, method: str, *arguments: Any) -> None:
         self.group = group
@@ -60,22 +60,16 @@ class Crew:
         self._max_relaunches = max_relaunches
         self._method = method
         self._arguments = [Sealed(argument) for argument in arguments]
-        self._epoch = -1
         self._calls: dict[int, Handle] = {}
         """By rank, of those that work on the epoch."""
 
     def name(self, rank: int) -> str:
         return f"{self.group.name}[{rank}]"
 
-    def open_epoch(self) -> None:
-        """The next one: all ranks begin."""
-        self._epoch += 1
-        self.begin()
-
     def begin(self, *ranks: int) -> None:
         """Let these ranks, or all, take what lies in the channel until its epoch ends."""
         chosen = self.group.on(*ranks) if ranks else self.group
-        handle = chosen.call(self._method, *self._arguments, self._epoch)
+        handle = chosen.call(self._method, *self._arguments)
         self._calls |= {target.rank: handle for target in handle.targets}
 
     def lost(self) -> Iterator[tuple[int, str]]:
@@ -169,7 +163,7 @@ class Fleet:
     def open_epoch(self) -> None:
         self.is_open = True
         for crew in self._crews:
-            crew.open_epoch()
+            crew.begin()
 
     def tend(self) -> None:
         if self.is_open:
