@@ -16,7 +16,7 @@ from rill.training import checkpoint, offload
 from rill.training.checkpoint import FOLDER, MANIFEST
 from rill.training.policy import PolicyTrainer
 from rill.training.staging import Staging, StateCopy
-from tests.training.tiny import make_samples, trainer
+from tests.training.tiny import check_saved_off_the_device, make_samples, trainer
 
 
 def weights(t: PolicyTrainer) -> dict[str, torch.Tensor]:
@@ -67,30 +67,8 @@ def test_one_that_left_its_device_is_saved_from_the_host(
     monkeypatch.setattr(offload, "_pinned_slab", lambda count: torch.zeros(count, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     values = {"compute_dtype": dtype, "optimizer": {"type": kind, "learning_rate": 1e-3}}
-    t = trainer(**values)
-    for turn in range(2):
-        t.update(make_samples(seed=turn))
-        masters = {slot.name: slot.master.clone() for slot in t.engine.slots}
-        leave(t)
-        assert all(slot.master.untyped_storage().nbytes() == 0 for slot in t.engine.slots)
-        assert t.rests_on_host == (kind != "adamw8bit"), "moments of 8 bits are decoded on the device"
-        if not t.rests_on_host:
-            t.onload()
-        t.save(tmp_path)
-        t.onload()
-        t.update(make_samples(seed=9))
-        leave(t)
-        t.onload()
-        t.wait_saved()
-        again = trainer(**values)
-        again.load(tmp_path)
-        for slot in again.engine.slots:
-            assert torch.equal(slot.master, masters[slot.name]), slot.name
-        t.load(tmp_path)
-        for one in (t, again):
-            one.update(make_samples(seed=9))
-        for a, b in zip(t.engine.slots, again.engine.slots, strict=True):
-            assert torch.equal(a.master, b.master), a.name
+    # moments of 8 bits are decoded on the device
+    check_saved_off_the_device(lambda: trainer(**values), leave, tmp_path, rests=kind != "adamw8bit")
 
 
 def leave(t: PolicyTrainer) -> None:

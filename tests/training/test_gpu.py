@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rill.training.parallel import Rendezvous
 from rill.training.policy import PolicyTrainer
-from tests.training.tiny import SHAPE, algorithm, config, make_samples
+from tests.training.tiny import SHAPE, algorithm, check_saved_off_the_device, config, make_samples
 
 pytestmark = pytest.mark.gpu
 
@@ -149,31 +149,10 @@ def test_offloaded_memory_is_given_back_and_comes_back_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "muon"])
 def test_one_that_left_its_device_is_saved_from_where_it_lies(tmp_path: Path, kind: str) -> None:
-    """While it comes back, trains and leaves again; 8-bit moments are decoded on the device."""
     values = {"optimizer": {"learning_rate": 1e-3, "type": kind}}
-    t = gpu_trainer(**values)
-    for turn in range(2):
-        t.update(make_samples(seed=turn))
-        masters = {slot.name: slot.master.clone() for slot in t.engine.slots}
-        t.offload()
-        assert t.rests_on_host == (kind != "adamw8bit")
-        if not t.rests_on_host:
-            t.onload()
-        t.save(tmp_path)
-        t.onload()
-        t.update(make_samples(seed=9))
-        t.offload()
-        t.onload()
-        t.wait_saved()
-        again = gpu_trainer(**values)
-        again.load(tmp_path)
-        for slot in again.engine.slots:
-            assert torch.equal(slot.master, masters[slot.name]), slot.name
-        for one in (t, again):
-            one.load(tmp_path)
-            one.update(make_samples(seed=9))
-        for a, b in zip(t.engine.slots, again.engine.slots, strict=True):
-            assert torch.equal(a.master, b.master), a.name
+    check_saved_off_the_device(
+        lambda: gpu_trainer(**values), lambda t: t.offload(), tmp_path, rests=kind != "adamw8bit"
+    )
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["the next step", "offload"])

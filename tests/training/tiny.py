@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rill.algorithms import Algorithm, AlgorithmConfig
 from rill.models.loading import ModelConfig
@@ -160,3 +162,34 @@ def _serve(rank: int, world_size: int) -> None:
 
 if __name__ == "__main__":
     _serve(int(sys.argv[1]), int(sys.argv[2]))
+
+
+def check_saved_off_the_device(
+    make: Callable[[], PolicyTrainer], leave: Callable[[PolicyTrainer], None], folder: Path, *, rests: bool
+) -> None:
+    """What is saved of a trainer that left its device is the state of that moment, while it comes back, trains and
+    leaves again. `rests`: it can be saved from where it lies; else it has to come back first."""
+    t = make()
+    for turn in range(2):
+        t.update(make_samples(seed=turn))
+        masters = {slot.name: slot.master.clone() for slot in t.engine.slots}
+        leave(t)
+        assert all(slot.master.untyped_storage().nbytes() == 0 for slot in t.engine.slots)
+        assert t.rests_on_host == rests
+        if not rests:
+            t.onload()
+        t.save(folder)
+        t.onload()
+        t.update(make_samples(seed=9))
+        leave(t)
+        t.onload()
+        t.wait_saved()
+        again = make()
+        again.load(folder)
+        for slot in again.engine.slots:
+            assert torch.equal(slot.master, masters[slot.name]), slot.name
+        t.load(folder)
+        for one in (t, again):
+            one.update(make_samples(seed=9))
+        for a, b in zip(t.engine.slots, again.engine.slots, strict=True):
+            assert torch.equal(a.master, b.master), a.name
