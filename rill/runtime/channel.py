@@ -40,12 +40,13 @@ DEFAULT_TIMEOUT_S = 600.0
 class Channel:
     """A handle. Equal in every process it is sent to."""
 
-    def __init__(self, name: str, is_bounded: bool, timeout_s: float) -> None:
+    def __init__(self, name: str, is_bounded: bool, timeout_s: float, epoch: int | None = None) -> None:
         """Use `Channel.create`; this rebuilds a handle of a channel that exists."""
         self.name = name
         self.timeout_s = timeout_s
         """Deadline of every wait that gives none of its own."""
         self._is_bounded = is_bounded
+        self._epoch = epoch
 
     @classmethod
     def create(
@@ -74,7 +75,12 @@ class Channel:
         return cls(name, is_bounded, timeout_s)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Channel, (self.name, self._is_bounded, self.timeout_s)
+        return Channel, (self.name, self._is_bounded, self.timeout_s, self._epoch)
+
+    def of_epoch(self, number: int) -> Channel:
+        """The same, for loops over this epoch, counted from 0: they meet its end however often it was met before. For
+        whoever calls a consumer again that died before it was heard of."""
+        return Channel(self.name, self._is_bounded, self.timeout_s, number)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r})"
@@ -131,7 +137,7 @@ class Channel:
         """Objects until the epoch ends. Each is finished, with what the body put, when the loop goes on."""
         consumer = self._consumer
         finish_taken(consumer)
-        take = Take(self.name, in_loop=True)
+        take = Take(self.name, in_loop=True, epoch=self._epoch)
         try:
             while True:
                 lease, values = consumer.take(take, self.timeout_s)
@@ -154,7 +160,9 @@ class Channel:
         consumer = self._consumer
         try:
             while True:
-                lease, values = await consumer.take_async(Take(self.name, in_loop=True), self.timeout_s)
+                lease, values = await consumer.take_async(
+                    Take(self.name, in_loop=True, epoch=self._epoch), self.timeout_s
+                )
                 if lease is None:
                     return
                 (lease.value,) = values

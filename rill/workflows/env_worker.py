@@ -60,15 +60,15 @@ class EnvWorker(Worker):
         if self.journal is not None:
             self.journal.hand_over()
 
-    def run(self, flows: Flows, requests: Channel, answers: tuple[Channel, ...]) -> int:
-        """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
+    def run(self, flows: Flows, requests: Channel, answers: tuple[Channel, ...], epoch: int) -> int:
+        """Until this epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         if self._answers is None or self._answers.name != answers[self.rank].name:  # other ones after a move
             self._answers = Answers(answers[self.rank], _under_own_name)
         training, evaluation = (
             RemoteEngines(requests, self._answers, self.rank, is_training=is_training)
             for is_training in (True, False)
         )
-        return asyncio.run(self.episodes.run(flows, training, evaluation))
+        return asyncio.run(self.episodes.run(flows, training, evaluation, epoch))
 
 
 class RemoteEngines:

@@ -94,9 +94,9 @@ class Episodes:
             environment.close()
         self._log.close()
 
-    async def run(self, flows: Flows, training: Asked, evaluation: Asked) -> int:
-        """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups. Evaluations
-        are seeded apart."""
+    async def run(self, flows: Flows, training: Asked, evaluation: Asked, epoch: int) -> int:
+        """Until this epoch of the tasks ends and everything taken is finished; returns the number of groups.
+        Evaluations are seeded apart."""
         watch_loop(asyncio.get_running_loop())
         asked = ((True, training, self._seed), (False, evaluation, self._seed + 1))
         policies = {
@@ -106,7 +106,7 @@ class Episodes:
         room = asyncio.Semaphore(self._config.max_concurrent)
         num_groups = 0
         async with asyncio.TaskGroup() as groups:
-            async for lease in flows.tasks.leases():
+            async for lease in flows.tasks.of_epoch(epoch).leases():
                 task: Task = lease.value
                 num_groups += 1
                 groups.create_task(self._one(lease, flows, policies[task.purpose == TRAIN], room))

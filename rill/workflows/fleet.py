@@ -50,26 +50,35 @@ NOTICE_S = 30.0
 
 
 class Crew:
-    """One group and the call of its method that lasts for an epoch of a channel, on every rank. Each call meets one end
-    of an epoch; a rank that dies meets it when it is called again."""
+    """One group and the call of its method that lasts for an epoch of a channel, on every rank. A call is told which
+    epoch: a rank that dies between its end and its answer meets that end again."""
 
-    def __init__(self, group: WorkerGroup[Any], max_relaunches: int, method: str, *arguments: Any) -> None:
+    def __init__(
+        self, group: WorkerGroup[Any], max_relaunches: int, channel: Channel, method: str, *arguments: Any
+    ) -> None:
         self.group = group
         self.num_relaunches: Counter[int] = Counter()
         """By rank."""
         self._max_relaunches = max_relaunches
+        self._channel = channel
         self._method = method
         self._arguments = [Sealed(argument) for argument in arguments]
+        self._epoch = 0
         self._calls: dict[int, Handle] = {}
         """By rank, of those that work on the epoch."""
 
     def name(self, rank: int) -> str:
         return f"{self.group.name}[{rank}]"
 
+    def open_epoch(self) -> None:
+        """All ranks begin with the one that the channel is in."""
+        self._epoch = self._channel.stats()["epoch"]
+        self.begin()
+
     def begin(self, *ranks: int) -> None:
         """Let these ranks, or all, take what lies in the channel until its epoch ends."""
         chosen = self.group.on(*ranks) if ranks else self.group
-        handle = chosen.call(self._method, *self._arguments)
+        handle = chosen.call(self._method, *self._arguments, self._epoch)
         self._calls |= {target.rank: handle for target in handle.targets}
 
     def lost(self) -> Iterator[tuple[int, str]]:
@@ -150,20 +159,20 @@ class Fleet:
         self._requests: Channel | None = None
         limit, flows, channels = self._loop.max_relaunches, session.flows, session.channels
         if env is None:
-            self._engines = Crew(engines, limit, "generate", flows)
+            self._engines = Crew(engines, limit, flows.tasks, "generate", flows)
             self._crews = [self._engines]
         else:
             requests = self._requests = channels.endless("requests")
             answers = tuple(channels.endless(f"answers[{rank}]") for rank in range(env.size))
-            self._engines = Crew(engines, limit, "serve", requests, answers)
-            self._crews = [Crew(env, limit, "run", flows, requests, answers), self._engines]
+            self._engines = Crew(engines, limit, requests, "serve", requests, answers)
+            self._crews = [Crew(env, limit, flows.tasks, "run", flows, requests, answers), self._engines]
         open_requests(session.run.path)
         session.ask(self._actor.on(0).meet(engines, self._sync_s, self._loop.interrupt), self._sync_s)
 
     def open_epoch(self) -> None:
         self.is_open = True
         for crew in self._crews:
-            crew.begin()
+            crew.open_epoch()
 
     def tend(self) -> None:
         if self.is_open:

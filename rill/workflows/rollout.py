@@ -145,16 +145,16 @@ class RolloutWorker(Worker):
 
     # --- generating ---------------------------------------------------------------------------------------
 
-    def generate(self, flows: Flows) -> int:
-        """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
+    def generate(self, flows: Flows, epoch: int) -> int:
+        """Until this epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         assert self.episodes is not None, "this worker's environments are elsewhere"
         with self.device_lock(flows.tasks, flows.samples):
-            return asyncio.run(self._epoch(self.episodes.run(flows, self.logged, self.gate)))
+            return asyncio.run(self._epoch(self.episodes.run(flows, self.logged, self.gate, epoch)))
 
-    def serve(self, requests: Channel, answers: tuple[Channel, ...]) -> int:
-        """Until the epoch of the requests ends and all are answered; returns how many there were."""
+    def serve(self, requests: Channel, answers: tuple[Channel, ...], epoch: int) -> int:
+        """Until this epoch of the requests ends and all are answered; returns how many there were."""
         with self.device_lock(requests, *answers):
-            return asyncio.run(self._epoch(self._serve(requests, answers)))
+            return asyncio.run(self._epoch(self._serve(requests.of_epoch(epoch), answers)))
 
     def notice(self, notice_s: float) -> None:
         """Put down what was sampled and end this process. On the event loop, where there is one: until the end nobody

@@ -17,6 +17,7 @@ from rill.cli.main import app
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.errors import PlanError
+from rill.planning.pilot import Report, Steering
 from rill.planning.plan import Plan
 from rill.planning.profile import Points, Profile, WorkerProfile
 from rill.planning.profiler import schedule
@@ -33,6 +34,7 @@ from rill.planning.replan import Policy, Replanner
 from rill.planning.search import Mode, search
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
+from rill.workflows.config import FlowConfig
 from rill.workflows.loop import StepReport
 from rill.workflows.rl_config import RLConfig
 from tests.e2e.test_sft import assert_near
@@ -220,6 +222,23 @@ class Noted:
     def __call__(self, record: logging.LogRecord) -> bool:
         self.lines.append(record.getMessage())
         return True
+
+
+class Moving:
+    """A pilot that moves the engine to the other of two devices after every step."""
+
+    def __init__(self, flow: FlowConfig) -> None:
+        self.flow = flow
+
+    def after_step(self, steering: Steering, report: Report) -> None:
+        steering.switch({"rollout": str(report.step % 2), "actor": "0"}, self.flow)
+
+
+def test_groups_that_move_between_steps_take_the_same_steps(tmp_path: Path) -> None:
+    """Engines and environments are called for the next epoch of a channel whose earlier ones others have met."""
+    two = ("cluster.devices=2", "placement.rollout=0", "placement.actor=0", "rollout.env_workers=1", INVARIANT, CORRECTED)
+    moved = start(tmp_path, "moved", *two, pilot=Moving(resolved(RECIPE, two).flow))
+    assert fingerprint(moved) == fingerprint(start(tmp_path, "stays", *two))
 
 
 @pytest.mark.slow

@@ -152,6 +152,28 @@ def test_a_loop_ends_only_when_every_item_of_the_epoch_is_done(hub: FakeHub) -> 
     assert hub.replies[A1, waiting].is_end
 
 
+def test_who_dies_between_the_end_of_an_epoch_and_its_answer_meets_that_end_again_and_no_other(
+    hub: FakeHub,
+) -> None:
+    """Whoever called it calls it again, for the same epoch; one whose answer was heard is called for the next."""
+    send_put(hub, 1)
+    hub.call(DRIVER, "broker.end", "c")
+    finish(hub, A0, ids_of(ask_take(hub, A0, epoch=0)))
+    assert ask_take(hub, A0, epoch=0).is_end
+    hub.send(A0, "broker.pass_end", "c")
+    hub.kill(A0)
+    second, third = "a[0]#1", "a[0]#2"
+    hub.join(second, world_size=2)
+    assert ask_take(hub, second) is None, "who does not say which epoch waits for the next"
+    hub.kill(second)
+    hub.join(third, world_size=2)
+    assert ask_take(hub, third, epoch=0).is_end
+    waiting = hub.send(third, "broker.take", take(epoch=1))
+    assert (third, waiting) not in hub.replies
+    send_put(hub, 2)
+    assert values_of(hub.replies[third, waiting]) == [2]
+
+
 def test_the_item_of_a_consumer_that_died_after_the_epochs_end_finds_the_other_one(hub: FakeHub) -> None:
     send_put(hub, 7)
     ask_take(hub, A0)

@@ -151,7 +151,8 @@ class Broker:
         channel = self._open_channel(take.channel)
         channel.passing.discard(client)
         name = name_of(client)
-        channel.consumer_epoch[name] = channel.epoch_of(name, self._machine.membership.seen_at(name))
+        seen_at = self._machine.membership.seen_at(name)
+        channel.consumer_epoch[name] = channel.epoch_of(name, seen_at) if take.epoch is None else take.epoch
         keys = None if take.keys is None else [as_key(key) for key in take.keys]
         channel.takes.append(TakeWait(client, seq, take, keys, self._machine.now_s))
         self._serve(channel)

@@ -137,6 +137,8 @@ class Take(_Message):
     """More than one only where the queue has enough for every consumer."""
     in_loop: bool = False
     """Bounded by the consumer's epoch; may be answered with the epoch's end."""
+    epoch: int | None = None
+    """That one, counted from 0; unset: the one after the last whose end the consumer met."""
     keys: list[Any] | None = None
     """Exactly one item of each, in this order."""
 

@@ -110,8 +110,8 @@ class RobotEnvWorker(Worker):
             stage.simulators.close()
         self.films.close()
 
-    def run(self, flows: Flows, requests: Channel, answers: tuple[Channel, ...]) -> int:
-        """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
+    def run(self, flows: Flows, requests: Channel, answers: tuple[Channel, ...], epoch: int) -> int:
+        """Until this epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         if self._answers is None or self._answers.name != answers[self.rank].name:  # other ones after a move
             self._answers = Answers(answers[self.rank])
         if uses_device(self.config.simulator):
@@ -119,17 +119,18 @@ class RobotEnvWorker(Worker):
                 self.device_lock, requests
             )  # the policy waits for these: it lends the device then
         try:
-            return asyncio.run(self._run(flows, RemotePolicy(requests, self._answers, self.rank)))
+            policy = RemotePolicy(requests, self._answers, self.rank)
+            return asyncio.run(self._run(flows.tasks.of_epoch(epoch), flows, policy))
         except ExceptionGroup as errors:  # of the stages: the first is what went wrong
             raise errors.exceptions[0] from None
 
-    async def _run(self, flows: Flows, policy: RemotePolicy) -> int:
+    async def _run(self, tasks: Channel, flows: Flows, policy: RemotePolicy) -> int:
         work: Work = asyncio.Queue(self.config.rollout.num_envs)
         async with asyncio.TaskGroup() as running:
             for stage in self.stages:
                 running.create_task(self._play(stage, work, flows, policy))
             count = 0
-            async for lease in flows.tasks.leases():
+            async for lease in tasks.leases():
                 count += 1
                 group = Group(lease)
                 for number in range(group.task.num_samples):

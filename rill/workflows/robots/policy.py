@@ -107,11 +107,11 @@ class RobotPolicyWorker(Worker):
         if self.device != "cpu":
             self.policy.to("cpu")
 
-    def serve(self, requests: Channel, answers: tuple[Channel, ...]) -> int:
-        """Until the epoch of the requests ends; returns how many there were."""
+    def serve(self, requests: Channel, answers: tuple[Channel, ...], epoch: int) -> int:
+        """Until this epoch of the requests ends; returns how many there were."""
         count = 0
         with self.device_lock(requests, *answers):
-            for question in requests:
+            for question in requests.of_epoch(epoch):
                 with self._updating, self.timer("decide"):
                     decision = self.policy.act(question.observations, question.seeds, greedy=question.greedy)
                     version = self.version
