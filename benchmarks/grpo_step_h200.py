@@ -1,6 +1,7 @@
 """A whole GRPO step on one shared GPU: 256 prompts × 16 samples of up to 1,024 tokens, and where its time goes.
 
     python benchmarks/grpo_step_h200.py [--steps 1] [--groups 256] [--sigma 0.7] [--no-compile] [--small]
+    python benchmarks/grpo_step_h200.py --no-resident --steps 5 --checkpoint-every 2 [--folder /dev/shm/run]
 
 Real parts throughout: a Cluster, the GRPO workflow, an engine and a trainer in processes of their own that take
 turns on the device. The model has the shape of Qwen2.5-1.5B with random bf16 weights, made on the device once.
@@ -12,8 +13,9 @@ responses of 32 tokens compiles and captures everything; the steps after it coun
     phases    where the device's time went, from the trace: rollout, training, and the switches between them
     switching onload + offload + weight sync as a share of the step; the goal is 3 %
 
-The last checkpoint and export are not made: the run is left when its last step is reported. --small is a smoke test on
-any machine.
+With --checkpoint-every a step that follows a checkpoint shows in `time/checkpoint_s` what that held up, and in its other
+times what writing it beside the step costs. The last checkpoint and export are not made: the run is left when its last
+step is reported. --small is a smoke test on any machine.
 """
 
 from __future__ import annotations
@@ -113,7 +115,13 @@ def recipe(args: argparse.Namespace, model: Path) -> dict[str, Any]:
         },
         "algorithm": {"type": "grpo"},
         "trainer": trainer,
-        "loop": {"steps": args.steps + 1, "prompts_per_step": args.groups, "step_timeout_s": args.timeout},
+        "loop": {
+            "steps": args.steps + 1,
+            "prompts_per_step": args.groups,
+            "step_timeout_s": args.timeout,
+            "checkpoint_every": args.checkpoint_every,
+            "keep_checkpoints": 1,
+        },
         "eval": {"num_prompts": 0},
         "sync": {
             "canary_tolerance": 0.05,
@@ -219,6 +227,7 @@ def main() -> None:
         "--sequences", type=int, default=1024, help="sequences that the engine runs at one time"
     )
     parser.add_argument("--micro", type=int, default=8192, help="tokens of a micro-batch")
+    parser.add_argument("--checkpoint-every", type=int, default=0, help="steps; 0: none")
     parser.add_argument("--tree-packing", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--timeout", type=float, default=230.0, help="seconds a step may take")
