@@ -13,9 +13,9 @@ responses of 32 tokens compiles and captures everything; the steps after it coun
     phases    where the device's time went, from the trace: rollout, training, and the switches between them
     switching onload + offload + weight sync as a share of the step; the goal is 3 %
 
-With --checkpoint-every a step that follows a checkpoint shows in `time/checkpoint_s` what that held up, and in its other
-times what writing it beside the step costs. The last checkpoint and export are not made: the run is left when its last
-step is reported. --small is a smoke test on any machine.
+With --checkpoint-every a step that follows a checkpoint shows in `time/checkpoint_s` what that held up, and in its
+other times what writing it beside the step costs. The last checkpoint and export are not made: the run is left when
+its last step is reported. --small is a smoke test on any machine.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def one_gpu(args: argparse.Namespace) -> RecipeValues:
     settings = argparse.Namespace(
         sequences=256, max_tokens=1024 if is_cuda else 64, median=384 if is_cuda else 16, sigma=0.7, micro=8192,
         tree_packing=False, no_compile=False, group_size=16 if is_cuda else 2, groups=16, steps=args.steps - 1,
-        timeout=230.0, resident=True,
+        timeout=230.0, resident=True, checkpoint_every=0,
     )  # fmt: skip
     values = recipe(settings, model)
     values["rollout"]["env"]["warmup_groups"] = 0

@@ -92,7 +92,7 @@ def settings_of(args: argparse.Namespace, model: Path, times: Path, tool_s: floa
     turns, longest = (8, 16) if args.small else (32, 256)
     common = argparse.Namespace(
         sequences=args.episodes, max_tokens=longest, median=longest // 4, sigma=SIGMA, micro=8192, tree_packing=False,
-        no_compile=True, group_size=8, groups=1, steps=0, timeout=300.0, resident=True,
+        no_compile=True, group_size=8, groups=1, steps=0, timeout=300.0, resident=True, checkpoint_every=0,
     )  # fmt: skip
     values = recipe(common, model)
     values["rollout"]["env_workers"] = args.workers

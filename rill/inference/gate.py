@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from rill.inference.base import Completion, Delta, Engine, Feature, Request
 from rill.inference.continued import nothing_said
+from rill.telemetry import trace
 
 T = TypeVar("T")
 
@@ -31,6 +32,9 @@ class EngineGate:
         self._stopped_through = -1
         self._running: dict[str, int] = {}
         """Request id -> epoch."""
+        self._busy: trace.Span | None = None
+        """Open while anything is asked of the engine."""
+        self._marking = threading.Lock()
 
     def submit(
         self, requests: Sequence[Request], epoch: int, on_delta: Callable[[Delta], None] | None = None
@@ -42,11 +46,13 @@ class EngineGate:
                 requests = [_reseeded(request) for request in requests]
             begun = {request.id: epoch for request in requests if request.id not in self._running}
             self._running |= begun  # before any of them can end
+            self._mark()
             try:
                 futures = self._engine.submit(requests, on_delta)
             except BaseException:
                 for name in begun:
                     del self._running[name]
+                self._mark()
                 raise
         for request, future in zip(requests, futures, strict=True):
             future.add_done_callback(partial(self._forget, request.id))
@@ -68,6 +74,17 @@ class EngineGate:
     def _forget(self, name: str, _: Future[Completion]) -> None:
         """By the engine's thread, which waits for nobody here."""
         self._running.pop(name, None)
+        if not self._running:
+            self._mark()
+
+    def _mark(self) -> None:
+        """In the trace, once it begins to run or has ended."""
+        with self._marking:
+            if self._running and self._busy is None:
+                self._busy = trace.span("sampling", lane="engine").__enter__()
+            elif not self._running and self._busy is not None:
+                self._busy.__exit__(None, None, None)
+                self._busy = None
 
 
 def _reseeded(request: Request) -> Request:

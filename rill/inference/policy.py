@@ -28,7 +28,6 @@ from typing import Protocol
 from rill.errors import RequestError
 from rill.inference.base import Completion, Request
 from rill.inference.continued import Decode, continued, joined
-from rill.telemetry import trace
 from rill.types import Picture, SamplingParams, StopReason, TokenIds
 
 
@@ -47,8 +46,6 @@ class PolicyClient:
         self._seed = seed
         self.decode = decode
         self._pending: list[tuple[Request, int, asyncio.Future[Completion]]] = []
-        self._num_unanswered = 0
-        self._busy = trace.span("sampling", lane="engine")
 
     def episode(self, episode_id: str, answers: dict[str, Completion], epoch: int = 0) -> EpisodePolicy:
         """`answers` holds what the episode was told before, and gets what it is told now."""
@@ -65,16 +62,7 @@ class PolicyClient:
         if not self._pending:
             loop.call_soon(self._flush)
         self._pending.append((request, epoch, answer))
-        if self._num_unanswered == 0:
-            self._busy = trace.span("sampling", lane="engine")  # while anything is asked of the engine
-            self._busy.__enter__()
-        self._num_unanswered += 1
-        try:
-            return await answer
-        finally:
-            self._num_unanswered -= 1
-            if self._num_unanswered == 0:
-                self._busy.__exit__(None, None, None)
+        return await answer
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, []

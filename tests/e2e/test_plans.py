@@ -236,7 +236,14 @@ class Moving:
 
 def test_groups_that_move_between_steps_take_the_same_steps(tmp_path: Path) -> None:
     """Engines and environments are called for the next epoch of a channel whose earlier ones others have met."""
-    two = ("cluster.devices=2", "placement.rollout=0", "placement.actor=0", "rollout.env_workers=1", INVARIANT, CORRECTED)
+    two = (
+        "cluster.devices=2",
+        "placement.rollout=0",
+        "placement.actor=0",
+        "rollout.env_workers=1",
+        INVARIANT,
+        CORRECTED,
+    )
     moved = start(tmp_path, "moved", *two, pilot=Moving(resolved(RECIPE, two).flow))
     assert fingerprint(moved) == fingerprint(start(tmp_path, "stays", *two))
 

@@ -77,11 +77,22 @@ def test_an_adapter_is_loaded_listed_served_replaced_and_unloaded(
     assert client.post("/v1/completions", json=body).json()["error"]["code"] == "model_not_found"
 
 
-def test_only_the_admin_key_opens_the_adapter_routes(client: httpx.Client, tmp_path: Path) -> None:
+def test_the_root_routes_load_every_version_under_one_name(client: httpx.Client, tmp_path: Path) -> None:
+    for number in (1, 2):
+        model = write_adapter(tmp_path / str(number), number)
+        body = {"lora_name": "run", "lora_path": str(tmp_path / str(number))}
+        assert client.post("/load_lora_adapter", json=body, headers=ADMIN).status_code == 200
+        assert answer(client, "run") == greedy_tokens(model, PROMPT, 12)
+    unload = client.post("/unload_lora_adapter", json={"lora_name": "run"}, headers=ADMIN)
+    assert unload.json() == {"status": "ok", "models": ["base"]}
+
+
+@pytest.mark.parametrize("root", ["", "/v1"])
+def test_only_the_admin_key_opens_the_adapter_routes(client: httpx.Client, tmp_path: Path, root: str) -> None:
     body = {"lora_name": "a"}
-    assert client.post("/v1/unload_lora_adapter", json=body).status_code == 401
+    assert client.post(f"{root}/unload_lora_adapter", json=body).status_code == 401
     body |= {"lora_path": str(tmp_path)}
-    assert client.post("/v1/load_lora_adapter", json=body).status_code == 401
+    assert client.post(f"{root}/load_lora_adapter", json=body).status_code == 401
 
 
 def test_what_is_no_adapter_of_this_model_is_refused_in_words(client: httpx.Client, tmp_path: Path) -> None:

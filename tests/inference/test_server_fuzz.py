@@ -31,8 +31,8 @@ DIALECTS = ["/v1/responses", "/v1/messages"]
 TEXT = ["/tokenize", "/detokenize", "/v1/models", "/v1/models/{name}", "/health", "/ping", "/liveness", "/metrics",
         "/version"]  # fmt: skip
 ADMIN = ["/pause", "/resume", "/sleep", "/wake", "/wake_up", "/flush_cache", "/reset_prefix_cache",
-         "/update_weights", "/reload_weights", "/v1/load_lora_adapter",
-         "/v1/unload_lora_adapter"]  # fmt: skip
+         "/update_weights", "/reload_weights", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+         "/load_lora_adapter", "/unload_lora_adapter"]  # fmt: skip
 
 _CONFIG = ServerConfig(port=0, request_timeout_s=5.0, max_samples=8)
 

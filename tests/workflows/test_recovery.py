@@ -285,7 +285,7 @@ class Mortal:
 
 def test_an_engine_that_dies_while_it_is_brought_back_is_started_once_more() -> None:
     def bring_back(group: Mortal) -> None:
-        crew = Crew(cast(Any, group), 3, "generate")
+        crew = Crew(cast(Any, group), 3, cast(Any, None), "generate")
         crew.relaunch(0, "killed", 1.0, lambda: None)
 
     bring_back(twice := Mortal(2))

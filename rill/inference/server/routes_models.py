@@ -55,6 +55,13 @@ async def load_lora_adapter(call: Call, body: LoadAdapterBody) -> Response:
     return json_response({"status": "ok", "models": served_names(state.engine, state.config)})
 
 
+@routes.post("/load_lora_adapter", Access.ADMIN)
+async def replace_lora_adapter(call: Call, body: LoadAdapterBody) -> Response:
+    """The same for prime-rl's client, which loads every version under one name."""
+    return await load_lora_adapter(call, body.model_copy(update={"load_inplace": True}))
+
+
+@routes.post("/unload_lora_adapter", Access.ADMIN)
 @routes.post("/v1/unload_lora_adapter", Access.ADMIN)
 async def unload_lora_adapter(call: Call, body: UnloadAdapterBody) -> Response:
     """Requests that still use it end with finish_reason "abort"."""
