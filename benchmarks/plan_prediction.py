@@ -285,12 +285,21 @@ def draw(pictures: list[Picture]) -> str:
             parts.append(
                 f'<rect x="{left}" y="{top + 4}" width="{step_s * scale:.1f}" height="{16 * devices}" fill="#eee"/>'
             )
-            parts += [
-                f'<rect x="{left + lane.start_s * scale:.1f}" y="{top + 6 + 16 * lane.device}" height="12" '
-                f'width="{max(0.5, (lane.end_s - lane.start_s) * scale):.1f}" fill="{colours[lane.worker]}"/>'
-                for lane in lanes
-            ]
+            for lane in lanes:
+                for start_s, end_s in drawn(lane, step_s, is_ahead=one.mode == "asynchronous"):
+                    parts.append(
+                        f'<rect x="{left + start_s * scale:.1f}" y="{top + 6 + 16 * lane.device}" height="12" '
+                        f'width="{max(0.5, (end_s - start_s) * scale):.1f}" fill="{colours[lane.worker]}"/>'
+                    )
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def drawn(lane: Lane, step_s: float, *, is_ahead: bool) -> list[tuple[float, float]]:
+    """A batch that begins before its step, or ends after it, is seen in a step as parts of two batches."""
+    if not is_ahead:
+        return [(lane.start_s, lane.end_s)]
+    moved = [(lane.start_s + shift, lane.end_s + shift) for shift in (-step_s, 0.0, step_s)]
+    return [(max(0.0, start), min(step_s, end)) for start, end in moved if start < step_s and end > 0.0]
 
 
 def main() -> None:
