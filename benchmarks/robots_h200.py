@@ -2,6 +2,8 @@
 
     python benchmarks/robots_h200.py [--simulator arm_mjx --envs 1024 --episodes 2048 --rows 512] [--small]
                                      [--only simulators,stages,modes] [--modes shared,hybrid] [--width 1024 --depth 8]
+                                     [--field-steps 10]   a flow policy, as π0: so many evaluations for a decision, and
+                                                          one in training; unset: a transformer of action tokens
 
     simulators   steps/s of simulators behind a process against the same ones in this process: at least 90 %. On a
                  device (arm_mjx): steps/s by the number of scenes, and the seconds until it is compiled
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rill.envs.robots.bank import Begin, Scenes, open_scenes, uses_device
 from rill.envs.robots.base import SIMULATORS
@@ -56,11 +59,14 @@ TOLD = {
 
 
 def recipe(wanted: argparse.Namespace, **mode: Any) -> Embodied.Config:
-    body = {"body": "transformer", "width": wanted.width, "depth": wanted.depth, "rows": wanted.rows}
+    size = {"chunk": CHUNK, "width": wanted.width, "depth": wanted.depth}
+    policy = {"type": "tokens", "body": "transformer", "rows": wanted.rows, **size}
+    if wanted.field_steps:
+        policy = {"type": "flow", "num_steps": wanted.field_steps, **size}
     tables: dict[str, Any] = {
         "workflow": "embodied",
         "simulator": {"type": wanted.simulator, "image_size": wanted.image_size},
-        "policy": {"type": "tokens", "chunk": CHUNK, **body},
+        "policy": policy,
         "data": {"type": "initial_states", "tasks": ["red", "blue"], "num_states": 100_000},
         "rollout": {
             "num_envs": wanted.envs,
@@ -73,6 +79,7 @@ def recipe(wanted: argparse.Namespace, **mode: Any) -> Embodied.Config:
         "eval": {"num_prompts": 0},
         "cluster": mode.get("cluster", {"devices": 1}),
         "placement": mode.get("placement", {}),
+        "sync": {"transport": {"type": "cuda_ipc" if torch.cuda.is_available() else "shm"}},
     }
     return Embodied.Config(**tables)
 
@@ -162,6 +169,7 @@ def main() -> None:
         ("depth", 4),
         ("rows", 32),
         ("image-size", 0),
+        ("field-steps", 0),
         ("chunks", 50),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)

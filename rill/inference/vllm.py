@@ -133,6 +133,13 @@ class VllmEngine(VllmLoop):
             )
         super().release(level)
 
+    def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
+        if self.config.max_adapters:
+            raise UnsupportedError(
+                "vllm: with adapters the base model's weights stay as they are: set max_adapters = 0 to update them"
+            )
+        super().update_weights(tensors, version, partial=partial)
+
     def load_adapter(self, name: str, source: str | Path) -> None:
         limit = self.config.max_adapters
 

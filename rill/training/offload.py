@@ -30,13 +30,14 @@ class Shelf:
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        """By the storage's address."""
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._buffers: dict[int, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(host.nbytes for _, host in self._kept)
+        return sum(host.nbytes for _, host in self._kept.values())
 
     def put(self, tensors: Iterable[Tensor]) -> None:
         """Copy to host memory and empty on the device. Host tensors and tensors already here are left alone."""
@@ -45,7 +46,7 @@ class Shelf:
         for storage in storages:
             host = self._buffers[storage._cdata]
             host.copy_(_bytes_of(storage), non_blocking=True)
-            self._kept.append((storage, host))
+            self._kept[storage._cdata] = (storage, host)
         if storages:
             torch.cuda.synchronize()
         for storage in storages:
@@ -61,7 +62,7 @@ class Shelf:
         """Bring everything back, bit for bit."""
         for storage, num_bytes in self._dropped:
             storage.resize_(num_bytes)
-        for storage, host in self._kept:
+        for storage, host in self._kept.values():
             storage.resize_(host.nbytes)
             _bytes_of(storage).copy_(host, non_blocking=True)
         if self._kept:
@@ -72,11 +73,10 @@ class Shelf:
     def host_of(self, tensor: Tensor) -> Tensor | None:
         """The same values in the host copy, which stays as it is until the storage is put here again. None: it has none
         now."""
-        address = tensor.untyped_storage()._cdata
-        host = next((host for storage, host in self._kept if storage._cdata == address), None)
-        if host is None:
+        kept = self._kept.get(tensor.untyped_storage()._cdata)
+        if kept is None:
             return None
-        typed = host.view(tensor.dtype)  # a part of a slab, whose beginning as_strided counts from
+        typed = kept[1].view(tensor.dtype)  # a part of a slab, whose beginning as_strided counts from
         offset = typed.storage_offset() + tensor.storage_offset()
         return typed.as_strided(tensor.shape, tensor.stride(), offset)
 

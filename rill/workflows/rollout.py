@@ -50,7 +50,7 @@ EVERY_EPOCH = 1 << 62
 
 
 @dataclass(slots=True, eq=False)
-class Open:
+class OpenQuestion:
     """A question that is being answered."""
 
     lease: Lease
@@ -67,14 +67,14 @@ class AnswerDesk:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._ended: deque[tuple[Open, Future[Any]]] = deque()
+        self._ended: deque[tuple[OpenQuestion, Future[Any]]] = deque()
         self._has_ended = asyncio.Event()
         self._is_woken = False
 
-    def add(self, asked: Open, future: Future[Any]) -> None:
+    def add(self, asked: OpenQuestion, future: Future[Any]) -> None:
         future.add_done_callback(partial(self._put_down, asked))
 
-    def _put_down(self, asked: Open, future: Future[Any]) -> None:
+    def _put_down(self, asked: OpenQuestion, future: Future[Any]) -> None:
         """By the engine's thread."""
         self._ended.append((asked, future))
         if not self._is_woken:
@@ -204,7 +204,9 @@ class RolloutWorker(Worker):
                 question: Question = lease.value
                 num_answered += len(question.requests)
                 places = question.requests[: self.max_concurrent]
-                asked = Open(lease, answers[question.asker], len(question.requests), room, len(places))
+                asked = OpenQuestion(
+                    lease, answers[question.asker], len(question.requests), room, len(places)
+                )
                 futures, refused = self._submit(question)
                 for each in refused:
                     desk.add(asked, answered(each))
