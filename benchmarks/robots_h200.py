@@ -7,14 +7,15 @@
 
     simulators   steps/s of simulators behind a process against the same ones in this process: at least 90 %. On a
                  device (arm_mjx): steps/s by the number of scenes, and the seconds until it is compiled
-    stages       seconds that a step waits for its episodes, with one stage and with two: 1.3 × where both sides take
-                 similar time
+    stages       seconds that a step waits for its episodes, with one stage and with two, and the share of it that goes
+                 into simulating: 1.3 × where both sides take similar time
     modes        actions/s end to end, and `ratio`: to the first mode. shared (the paper's temporal): simulators on the
                  device, policy and trainer take turns, their memory moved out and in; resident: all stay in memory,
                  simulators and policy still take turns (one stage); hybrid: all stay, one half of the scenes is
                  simulated while the policy decides for the other; ahead: hybrid, one version ahead of training. Split
                  needs two devices: --modes split
 
+A policy decides for --rows scenes at a time, whatever the number that ask: half of --envs, so that a stage fills them.
 Prints JSON lines. Uses the first GPU where there is one. Needs idle cores; the packages are torch, transformers,
 pydantic, pyzmq, msgspec, psutil, safetensors, rich, typer and mujoco; jax and mujoco-mjx for arm_mjx.
 """
@@ -138,8 +139,10 @@ def simulators(wanted: argparse.Namespace) -> None:
 
 
 def stages(wanted: argparse.Namespace) -> None:
-    waits = {n: mean(figures_of(recipe(wanted, stages=n)), "time/rollout_wait_s") for n in (1, 2)}
-    tell("stages", wanted, one_s=waits[1], two_s=waits[2], ratio=waits[1] / waits[2])
+    rows = {n: figures_of(recipe(wanted, stages=n)) for n in (1, 2)}
+    waits = {n: mean(of, "time/rollout_wait_s") for n, of in rows.items()}
+    simulating = mean(rows[1], "rollout/simulating")
+    tell("stages", wanted, one_s=waits[1], two_s=waits[2], simulating=simulating, ratio=waits[1] / waits[2])
 
 
 def modes(wanted: argparse.Namespace) -> None:
@@ -162,11 +165,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default in (
-        ("envs", 32),
-        ("episodes", 128),
+        ("envs", 64),
+        ("episodes", 256),
         ("steps", 5),
-        ("width", 128),
-        ("depth", 4),
+        ("width", 64),
+        ("depth", 1),
         ("rows", 32),
         ("image-size", 0),
         ("field-steps", 0),

@@ -55,6 +55,7 @@ class OpenEnvGame:
     def __init__(self, config: OpenEnvEnvironment.Config) -> None:
         needs = 'OpenEnv servers need websockets: pip install "rill[envs]"'
         self._connect = import_extra("websockets.sync.client", needs).connect
+        self._closed: type[Exception] = import_extra("websockets.exceptions", needs).ConnectionClosed
         self._config = config
         self._connection = contextlib.ExitStack()
         self._socket: Any = None
@@ -83,7 +84,8 @@ class OpenEnvGame:
                 self._socket.send(json.dumps({"type": "close"}))
 
     def _ask(self, what: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        self._socket.send(json.dumps({"type": what, "data": data}))
+        with contextlib.suppress(self._closed):  # by a server that has said why: it is read below, or raises again
+            self._socket.send(json.dumps({"type": what, "data": data}))
         answer = json.loads(self._socket.recv(self._config.step_timeout_s))
         said = answer.get("data") or {}
         if answer.get("type") != "error":

@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from rill.envs.openenv import OpenEnvEnvironment, OpenEnvGame
+from rill.inference.base import Completion
 from rill.types import Failure
 from tests.envs.scripted import Scripted, environment, play
 
@@ -88,7 +90,37 @@ async def test_what_fails_behind_the_protocol_is_told(url: str) -> None:
         assert episode.failure is Failure.ENVIRONMENT and message in str(episode.error)
 
 
+async def test_a_server_without_a_free_place_is_told_of_although_it_closes_at_once() -> None:
+    def full(connection: Any) -> None:
+        data = {"message": "full", "code": "CAPACITY_REACHED", "max_sessions": 1}
+        connection.send(json.dumps({"type": "error", "data": data}))
+
+    with server.serve(full, "127.0.0.1", 0) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{serving.socket.getsockname()[1]}"
+        game = OpenEnvGame(OpenEnvEnvironment.Config(url=url))
+        connect = game._connect
+
+        def late(*args: Any, **options: Any) -> Any:
+            connection = connect(*args, **options)
+            time.sleep(0.5)  # the server has closed it
+            return connection
+
+        game._connect = late
+        with pytest.raises(RuntimeError, match="raise its max_concurrent_envs"):
+            game.start(0)
+        game.close()
+
+
 REAL = os.environ.get("RILL_OPENENV_PYTHON", "")
+
+
+class Slow(Scripted):
+    """So slow that two episodes meet."""
+
+    async def generate(self, *args: Any, **options: Any) -> Completion:
+        await asyncio.sleep(1.0)
+        return await super().generate(*args, **options)
 
 
 @pytest.fixture
@@ -128,5 +160,7 @@ async def test_openenvs_own_server_plays_and_says_when_it_is_full(echo: str) -> 
     wrong = await play(environment("openenv", **settings), Scripted('{"text": 1}', '{"message": "abc"}', "x"))
     assert wrong.failure is None and wrong.reward == pytest.approx(0.3), "what it refuses, it is asked again"
     env = environment("openenv", **settings, action="message")
-    both = await asyncio.gather(*(play(env, Scripted("a", "b", "c")) for _ in range(2)))
-    assert sorted(str(one.error).count("max_concurrent_envs") for one in both) == [0, 1]
+    both = await asyncio.gather(*(play(env, Slow("a", "b", "c")) for _ in range(2)))
+    assert sorted(str(one.error).count("max_concurrent_envs") for one in both) == [0, 1], [
+        one.error for one in both
+    ]

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rill.envs.robots.bank import Begin
-from rill.envs.robots.process import SimulatorLostError, SimulatorProcess
+from rill.envs.robots.bank import Begin, Played
+from rill.envs.robots.process import PackedPlays, SimulatorLostError, SimulatorProcess
 from rill.errors import ConfigError
-from rill.types import InitialState
+from rill.types import InitialState, Observation
 from tests.envs.robots.fakes import CRASH, HANG, PointSimulator
 
 CHUNK = np.ones((2, 1), np.float32)
@@ -57,3 +59,21 @@ def test_a_simulator_that_cannot_be_opened_is_one_clear_error() -> None:
             simulators.spec()
     finally:
         simulators.close()
+
+
+def test_what_comes_of_chunks_is_the_same_packed_or_not() -> None:
+    def played(seed: int, length: int = 3, **more: Any) -> Played:
+        draw = np.random.default_rng(seed)
+        seen = Observation(state=draw.random(4, np.float32), images={}, instruction=f"touch {seed}")
+        return Played(seen, draw.random(length, np.float32), draw.random(length) < 0.5, **more)
+
+    picture = np.zeros((2, 2, 3), np.uint8)
+    plain = {2: played(2, terminated=True, success=True), 5: played(5), 0: played(0, truncated=True)}
+    for all_ in (plain, {**plain, 1: played(1, pictures=(picture,)), 3: Played.failed("fell")}):
+        packed = PackedPlays.pack(all_)
+        assert isinstance(packed, PackedPlays)
+        found = packed.unpack()
+        assert found.keys() == all_.keys()
+        assert all(pickle.dumps(found[slot]) == pickle.dumps(each) for slot, each in all_.items())
+    uneven = {0: played(0), 1: played(1, length=2)}
+    assert PackedPlays.pack(uneven) is uneven
