@@ -63,7 +63,7 @@ class Crew:
         self._channel = channel
         self._method = method
         self._arguments = [Sealed(argument) for argument in arguments]
-        self._epoch = 0
+        self._epoch: int | None = None
         self._calls: dict[int, Handle] = {}
         """By rank, of those that work on the epoch."""
 
@@ -71,8 +71,8 @@ class Crew:
         return f"{self.group.name}[{rank}]"
 
     def open_epoch(self) -> None:
-        """All ranks begin with the one that the channel is in."""
-        self._epoch = self._channel.stats()["epoch"]
+        """All ranks begin: with the one that the channel is in, after that with the one after the last."""
+        self._epoch = self._channel.stats()["epoch"] if self._epoch is None else self._epoch + 1
         self.begin()
 
     def begin(self, *ranks: int) -> None:
