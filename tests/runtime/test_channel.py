@@ -341,7 +341,9 @@ def test_a_failed_call_gives_back_what_it_had_and_has_put_nothing_of_it(cluster:
         consumers.on(0).relay_until(numbers, onwards, 3).wait(timeout_s=WAIT_S)
     consumers.on(1).relay(numbers, onwards).wait(timeout_s=WAIT_S)
     onwards.end()
-    assert list(onwards) == list(range(6))
+    assert sorted(onwards) == list(range(6)), (
+        "each once; what went back and what was read ahead may change places"
+    )
 
 
 def test_an_item_that_always_fails_is_set_aside_and_named(cluster: Cluster, consumers) -> None:
