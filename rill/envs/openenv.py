@@ -84,7 +84,9 @@ class OpenEnvGame:
                 self._socket.send(json.dumps({"type": "close"}))
 
     def _ask(self, what: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        with contextlib.suppress(self._closed):  # by a server that has said why: it is read below, or raises again
+        with contextlib.suppress(
+            self._closed
+        ):  # by a server that has said why: it is read below, or raises again
             self._socket.send(json.dumps({"type": what, "data": data}))
         answer = json.loads(self._socket.recv(self._config.step_timeout_s))
         said = answer.get("data") or {}
