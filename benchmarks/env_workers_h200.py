@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--reward-ms", type=float, default=20.0)
-    parser.add_argument("--steps", type=int, default=6, help="after the warm-up step")
+    parser.add_argument("--steps", type=int, default=6, help="after the warm-up step, at least 3")
     parser.add_argument("--small", action="store_true", help="a smoke test on any machine")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))  # for longtail, in workers too

@@ -84,9 +84,8 @@ class OpenEnvGame:
                 self._socket.send(json.dumps({"type": "close"}))
 
     def _ask(self, what: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        with contextlib.suppress(
-            self._closed
-        ):  # by a server that has said why: it is read below, or raises again
+        # A server that closes has said why: it is read below, where the end of the connection raises otherwise.
+        with contextlib.suppress(self._closed):
             self._socket.send(json.dumps({"type": what, "data": data}))
         answer = json.loads(self._socket.recv(self._config.step_timeout_s))
         said = answer.get("data") or {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from rill.errors import TooLongError
 from rill.inference.base import Completion, Feature, Request
 from rill.inference.gate import EngineGate
 from rill.inference.policy import PolicyClient
+from rill.telemetry import trace
 from rill.types import SamplingParams, StopReason
 
 PROMPT = np.array([1, 2, 3], np.int32)
@@ -151,6 +153,21 @@ def test_a_stop_ends_what_runs_and_what_is_asked_later_of_that_epoch_and_nothing
     (following,) = gate.submit([Request(id="c", token_ids=PROMPT)], epoch=5)
     gate.stop(4)
     assert not following.done() and list(engine.running) == ["c"]
+
+
+def test_the_trace_says_when_an_engine_is_asked_for_anything(tmp_path: Path) -> None:
+    trace.configure(tmp_path, "engine")
+    try:
+        gate = EngineGate(PatientEngine())  # type: ignore[arg-type]
+        for epoch in range(2):
+            gate.submit([Request(id=f"{epoch}{name}", token_ids=PROMPT) for name in "ab"], epoch)
+            gate.stop(epoch)
+        with pytest.raises(ZeroDivisionError):
+            EngineGate(BrokenEngine()).submit([Request(id="c", token_ids=PROMPT)], 0)  # type: ignore[arg-type]
+    finally:
+        trace.shutdown()
+    spans = [event for event in trace.read_trace(tmp_path) if event.name == "sampling"]
+    assert [(event.kind, event.lane) for event in spans] == 3 * [("span", "engine")]
 
 
 def test_an_engine_that_counts_its_draws_from_the_start_of_a_request_gets_another_seed_for_the_rest() -> None:

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rill.runtime.channel import Channel, Lease
+from rill.runtime.channel import Channel, Lease, settle_call
+from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
 
 
@@ -70,6 +71,14 @@ class Consumer(Worker):
             if item == at:
                 time.sleep(0.2)
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    def consume_epoch(self, channel: Channel, epoch: int, dies: bool) -> list[int]:
+        """Killed, where it is to be, when the broker knows that its loop has ended and its caller does not."""
+        taken = [_number(item) for item in channel.of_epoch(epoch)]
+        if dies:
+            settle_call(current())
+            os.kill(os.getpid(), signal.SIGKILL)
+        return taken
 
     async def relay_with_leases(self, channel: Channel, onwards: Channel, bad: int = -1) -> int:
         """All at once, each finished by its own task; `bad` fails the first time."""

@@ -346,6 +346,21 @@ def test_a_failed_call_gives_back_what_it_had_and_has_put_nothing_of_it(cluster:
     )
 
 
+def test_who_is_killed_between_an_epochs_end_and_its_answer_meets_that_end_again() -> None:
+    with Cluster(devices="cpu:1") as cluster:
+        channel = Channel.create(cluster, next(_names), timeout_s=WAIT_S)
+        consumer = Consumer.launch(cluster, name="epochs", placement="0")
+        channel.put_many([1, 2])
+        channel.end()
+        with pytest.raises(PeerDiedError):
+            consumer.consume_epoch(channel, 0, True).wait(timeout_s=WAIT_S)
+        consumer.relaunch(0)
+        assert consumer.consume_epoch(channel, 0, False).wait(timeout_s=WAIT_S) == [[]]
+        channel.put(3)
+        channel.end()
+        assert consumer.consume_epoch(channel, 1, False).wait(timeout_s=WAIT_S) == [[3]]
+
+
 def test_an_item_that_always_fails_is_set_aside_and_named(cluster: Cluster, consumers) -> None:
     numbers, onwards = (
         Channel.create(cluster, next(_names), timeout_s=WAIT_S, max_failures=2) for _ in range(2)

@@ -58,15 +58,12 @@ class PackedPlays(NamedTuple):
 
     def unpack(self) -> dict[int, Played]:
         found = dict(self.others)
-        rows = zip(
-            self.slots, self.instructions, self.states_NS, self.rewards_NJ, self.executed_NJ, strict=True
-        )
-        for (slot, instruction, state, rewards_J, executed_J), ends in zip(
-            rows, self.ends_N3.tolist(), strict=True
+        columns = (self.states_NS, self.rewards_NJ, self.executed_NJ, self.ends_N3.tolist())
+        for slot, instruction, state, rewards_J, executed_J, ends in zip(
+            self.slots, self.instructions, *columns, strict=True
         ):
-            found[slot] = Played(
-                Observation(state=state, images={}, instruction=instruction), rewards_J, executed_J, *ends
-            )
+            seen = Observation(state=state, images={}, instruction=instruction)
+            found[slot] = Played(seen, rewards_J, executed_J, *ends)
         return found
 
 
