@@ -4,13 +4,12 @@ A `Problem` is everything the search and the simulator know: the graph, a `Worke
 
 A chunk of b items on r replicas gives each replica ⌈b/r⌉ items and takes
 
-    work(⌈b/r⌉) · r^e  +  tail_s · E[longest of b]  +  step_s · b/M        (M: the step's items)
+    work(⌈b/r⌉) · r^e  +  joined_s · (1 − 1/r)  +  tail_s · E[longest of b]  +  step_s · b/M        (M: the step's items)
 
-work is measured on items of mean length; tail_s is what one more unit of the longest item costs when everything else is
-done (a decoding step of a nearly empty engine), so more devices do not shorten it. A worker that streams (an
-engine with
-all prompts in flight) gives its first chunk when the b shortest answers are done and its last when all are:
-`call_seconds`.
+work is measured on items of mean length; joined_s is what replicas take to agree (gradients go round a ring), however
+few the items; tail_s is what one more unit of the longest item costs when everything else is done (a decoding step of a
+nearly empty engine), so more devices do not shorten it. A worker that streams (an engine with all prompts in flight)
+gives its first chunk when the b shortest answers are done and its last when all are: `call_seconds`.
 """
 
 from __future__ import annotations
@@ -57,6 +56,8 @@ class Option:
     parallel: int = 1
     replica_exponent: float = 0.0
     """Growth of the time with the number of replicas, at the same items for each: r^e."""
+    joined_s: float = 0.0
+    """Of a call, times 1 − 1/r: what r replicas take besides their work."""
     tail_s: float = 0.0
     step_s: float = 0.0
     """Once a step, however it is cut: the optimizer."""
@@ -251,8 +252,9 @@ def longest(cost: WorkerCost, num: float) -> float:
 
 
 def work_seconds(option: Option, items: Floats | Ints, replicas: Floats | Ints) -> Floats:
-    growth: Floats = np.power(np.asarray(replicas, np.float64), option.replica_exponent)
-    return option.work_s(np.asarray(items, np.float64)) * growth
+    count = np.asarray(replicas, np.float64)
+    growth: Floats = np.power(count, option.replica_exponent)
+    return option.work_s(np.asarray(items, np.float64)) * growth + option.joined_s * (1 - 1 / count)
 
 
 def call_seconds(

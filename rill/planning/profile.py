@@ -30,7 +30,9 @@ says in words what does not match, and the plan carries those words.
 
 from __future__ import annotations
 
+import math
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -241,12 +243,13 @@ def _worker_cost(worker: WorkerProfile) -> WorkerCost:
 
 
 def _option(points: Points, lengths: tuple[float, ...]) -> Option:
-    work, exponent = _fit_time(points, lengths)
+    work, exponent, joined_s = _fit_time(points, lengths)
     return Option(
         kind=points.kind,
         parallel=points.parallel,
         work_s=work,
         replica_exponent=exponent,
+        joined_s=joined_s,
         tail_s=points.tail_s,
         step_s=points.step_s,
         memory_bytes=fit(points.items, points.memory_bytes) if points.memory_bytes else constant(0.0),
@@ -256,28 +259,37 @@ def _option(points: Points, lengths: tuple[float, ...]) -> Option:
     )
 
 
-def _fit_time(points: Points, lengths: tuple[float, ...]) -> tuple[Curve, float]:
-    """Seconds by items, at the fewest replicas that were measured, and how they grow with replicas. What was measured
-    is the fullest replica's time, which the cost model makes of the mean's: it is taken out."""
+def _fit_time(points: Points, lengths: tuple[float, ...]) -> tuple[Curve, float, float]:
+    """Seconds by items, at the fewest replicas that were measured; how they grow with replicas; and what a call takes
+    longer because there are several. What was measured is the fullest replica's time, which the cost model makes of the
+    mean's: it is taken out. Each size counts once, with its median: chunks are measured far more often than batches."""
     mean_s = np.array(points.seconds) / fullest(lengths, np.array(points.items), np.array(points.replicas))
-    rows = list(zip(points.items, points.replicas, mean_s))
+    measured: dict[tuple[float, int], list[float]] = defaultdict(list)
+    for x, r, s in zip(points.items, points.replicas, mean_s):
+        measured[x, r].append(s)
+    rows = [(x, r, float(np.median(seconds))) for (x, r), seconds in measured.items()]
     fewest = min(points.replicas)
     base = [(x, s) for x, r, s in rows if r == fewest]
     curve = fit([x for x, _ in base], [s for _, s in base])
-    more = [
-        (np.log(r / fewest), np.log(max(s, 1e-12) / max(curve.at(x), 1e-12)))
-        for x, r, s in rows
-        if r > fewest
-    ]
-    if not more:
-        return curve, 0.0
-    exponent = max(0.0, float(sum(a * b for a, b in more) / sum(a * a for a, _ in more)))
-    return curve.scaled(fewest**-exponent), exponent
+    more = np.array([(curve.at(x), r / fewest, s) for x, r, s in rows if r > fewest])
+    if not len(more):
+        return curve, 0.0, 0.0
+    alone_s, growth, real_s = more.T
+    best = (math.inf, 0.0, 0.0)
+    for exponent in np.linspace(0.0, 1.0, 101):
+        left_s = real_s - alone_s * growth**exponent
+        share = (1 - 1 / growth) / real_s
+        joined_s = max(0.0, float(share @ (left_s / real_s) / (share @ share)))
+        error = float(np.sum((left_s / real_s - joined_s * share) ** 2))
+        best = min(best, (error, float(exponent), joined_s))
+    _, exponent, joined_s = best
+    return curve.scaled(fewest**-exponent), exponent, joined_s
 
 
 def _basis(label: str, points: Points, lengths: tuple[float, ...]) -> str:
-    curve, exponent = _fit_time(points, lengths)
+    curve, exponent, joined_s = _fit_time(points, lengths)
     growth = f", × replicas^{exponent:.2f}" if exponent else ""
+    growth += f", + {joined_s:.2g} s for several" if joined_s else ""
     sizes = len(set(points.items))
     return (
         f"{label}: {len(points.items)} points at {sizes} size{'s' if sizes > 1 else ''} "

@@ -55,7 +55,7 @@ PROFILES = "profiles"
 """Beside the runs."""
 SMALLEST_CHUNK = 16
 """Of a batch: plans have no smaller chunks than were measured."""
-FIRST_STEPS, TRIED_STEPS = 2, 3
+FIRST_STEPS, TRIED_STEPS = 2, 5
 """Of a plan that is tried: those in which groups have just moved, and those that count."""
 NEAR = 1.6
 """Times as long as the best plan's step, as predicted: plans beyond are not tried."""

@@ -145,7 +145,9 @@ def _with_times(problem: Problem, drifts: Mapping[str, float]) -> Problem:
             if ratio is not None:
                 options = tuple(
                     replace(
-                        o, work_s=o.work_s.scaled(ratio), tail_s=o.tail_s * ratio, step_s=o.step_s * ratio
+                        o,
+                        work_s=o.work_s.scaled(ratio),
+                        **{name: ratio * getattr(o, name) for name in ("joined_s", "tail_s", "step_s")},
                     )
                     for o in workers[member].options
                 )

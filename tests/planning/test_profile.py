@@ -60,10 +60,26 @@ def test_a_profile_of_another_is_refused_or_marked(field: str) -> None:
     assert profile().check(wanted) == []
 
 
-def test_times_that_grow_with_replicas_are_seen() -> None:
-    points = Points(kind="gpu", items=(8.0, 16.0, 8.0), replicas=(1, 1, 4), seconds=(1.0, 2.0, 2.0))
+@pytest.mark.parametrize(
+    ("on_four", "exponent", "joined_s"),
+    [((2.0, 4.0), 0.5, 0.0), ((1.75, 2.75), 0.0, 1.0)],
+    ids=["all", "a call"],
+)
+def test_what_several_replicas_cost_is_seen(
+    on_four: tuple[float, float], exponent: float, joined_s: float
+) -> None:
+    """All work takes longer, or a call does, whatever its size: small chunks tell them apart, however many there are."""
+    chunks = 20
+    points = Points(
+        kind="gpu",
+        items=(8.0, 16.0, *[8.0] * chunks, 16.0),
+        replicas=(1, 1, *[4] * chunks, 4),
+        seconds=(1.0, 2.0, *[on_four[0]] * chunks, on_four[1]),
+    )
     made = Profile(identity=IDENTITY, workers={"actor": WorkerProfile(options={"gpu1": points})})
-    assert made.costs()["actor"].options[0].replica_exponent == pytest.approx(0.5)
+    option = made.costs()["actor"].options[0]
+    assert option.replica_exponent == pytest.approx(exponent, abs=0.01)
+    assert option.joined_s == pytest.approx(joined_s, abs=0.01)
 
 
 def test_the_fullest_replica_is_not_counted_twice() -> None:
