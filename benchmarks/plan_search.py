@@ -109,9 +109,7 @@ def main() -> None:
         ("8 workers of PPO, 1024 devices", problem(8, 1024, 4096, FAN), 1.0, False),
     ]
     for name, posed, limit_s, has_rival in cases[:1] if is_quick else cases:
-        took_s, step_s = seconds(
-            lambda posed=posed: search(posed).step_s, 1 if "PPO" in name else 2 if is_quick else 5
-        )
+        took_s, step_s = seconds(lambda posed=posed: search(posed).step_s, 2 if is_quick else 5)
         line_out = {
             "benchmark": "plan_search",
             "name": name,

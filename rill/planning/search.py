@@ -66,8 +66,8 @@ _LEFT_OUT: dict[Op, tuple[Op, ...]] = {
 _SHARES, _SPLITS, _BOTH = 1, 2, 3
 _SLACK = 1 + 1e-9
 _ROUGH = (1, 2, 3, 4, 6, 8, 16, 64)
-"""The first pass gives a stage only these parts of all devices, and looks at every third chunk size; what it finds
-bounds the second, which looks at all."""
+"""The first pass gives a stage only these parts of all devices, and cuts a batch into its smallest chunks or not at all;
+what it finds bounds the second, which looks at all."""
 
 Stages: TypeAlias = dict[tuple[int, int], Stage]
 """By node and chunk size."""
@@ -244,9 +244,10 @@ class _Search:
         self._bound_device_s = self.bound_s * problem.num_devices
         self._is_bounded = math.isfinite(bound_s)
         self._is_rough = is_rough
-        self._levels = problem.levels[::3] if is_rough else problem.levels
+        self._levels = problem.levels[:: len(problem.levels) - 1 or 1] if is_rough else problem.levels
         self._memo: dict[tuple[int, int], Frontier] = {}
-        self._operands: dict[tuple[int, int, Op, bool], tuple[Frontier, _Best]] = {}
+        self._operands: dict[tuple[int, int, Op, bool], Frontier] = {}
+        self._bests: dict[tuple[int, int], _Best] = {}
         self._chains: dict[int, tuple[float, float, float, float]] = {}
         self._between: dict[tuple[int, int], tuple[list[float], float]] = {}
         self._known_cuts: dict[int, list[int]] = {}
@@ -327,15 +328,13 @@ class _Search:
     def _product(
         self, op: Op, first: int, second: int, chunk: int, added_s: float, slowest_s: float
     ) -> Frontier:
-        left, left_best = self._operand(first, chunk, op, is_left=True)
-        right, right_best = self._operand(second, chunk, op)
         limits, part = self.problem.limits, first | second
         # Nothing follows a whole batch in a synchronous step: a pipeline is as long as its latency.
         is_whole = op in _SHARE or (chunk == self.graph.batch and self.problem.lag == 0)
-        if not len(left) or not len(right):
-            return right.rows(slice(0))
-        if self._is_hopeless(op, part, chunk, left_best, right_best, added_s, slowest_s, is_whole):
-            return right.rows(slice(0))
+        bests = self._best(first, chunk), self._best(second, chunk)
+        if self._is_hopeless(op, part, chunk, *bests, added_s, slowest_s, is_whole):
+            return Frontier.union((), len(limits))
+        left, right = self._operand(first, chunk, op, is_left=True), self._operand(second, chunk, op)
 
         def combine(s: Floats, t: Floats) -> tuple[Floats, Ints, Ints]:
             """Pairs that lead below the bound become rows."""
@@ -378,15 +377,20 @@ class _Search:
 
         return product(Source(op, left, right, (first, second), chunk), combine)
 
-    def _operand(self, part: int, chunk: int, op: Op, is_left: bool = False) -> tuple[Frontier, _Best]:
+    def _operand(self, part: int, chunk: int, op: Op, is_left: bool = False) -> Frontier:
         key = (part, chunk, op, is_left)
         if key not in self._operands:
             if is_left:
-                ways = self._operand(part, chunk, op)[0].without(*_LEFT_OUT[op])
+                ways = self._operand(part, chunk, op).without(*_LEFT_OUT[op])
             else:
                 ways = self.frontier(part, chunk).best_for(op)
-            self._operands[key] = ways, _Best.of(ways)
+            self._operands[key] = ways
         return self._operands[key]
+
+    def _best(self, part: int, chunk: int) -> _Best:
+        if (part, chunk) not in self._bests:
+            self._bests[part, chunk] = _Best.of(self.frontier(part, chunk))
+        return self._bests[part, chunk]
 
     def _finer(self, part: int, chunk: int) -> Iterator[Frontier]:
         """A chunk in k smaller ones."""
