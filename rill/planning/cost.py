@@ -4,7 +4,7 @@ A `Problem` is everything the search and the simulator know: the graph, a `Worke
 
 A chunk of b items on r replicas gives each replica ⌈b/r⌉ items and takes
 
-    work(⌈b/r⌉) · r^e  +  joined_s · (1 − 1/r)  +  tail_s · E[longest of b]  +  step_s · b/M        (M: the step's items)
+    work(⌈b/r⌉) · r^e  +  joined_s · (1 − 1/r)  +  tail_s · E[longest of b]  +  step_s · b/M      (M: the step's items)
 
 work is measured on items of mean length; joined_s is what replicas take to agree (gradients go round a ring), however
 few the items; tail_s is what one more unit of the longest item costs when everything else is done (a decoding step of a

@@ -66,8 +66,8 @@ _LEFT_OUT: dict[Op, tuple[Op, ...]] = {
 _SHARES, _SPLITS, _BOTH = 1, 2, 3
 _SLACK = 1 + 1e-9
 _ROUGH = (1, 2, 3, 4, 6, 8, 16, 64)
-"""The first pass gives a stage only these parts of all devices, and cuts a batch into its smallest chunks or not at all;
-what it finds bounds the second, which looks at all."""
+"""The first pass gives a stage only these parts of all devices, and cuts a batch into the smallest chunks or not at
+all; what it finds bounds the second, which looks at all."""
 
 Stages: TypeAlias = dict[tuple[int, int], Stage]
 """By node and chunk size."""

@@ -68,7 +68,7 @@ def test_a_profile_of_another_is_refused_or_marked(field: str) -> None:
 def test_what_several_replicas_cost_is_seen(
     on_four: tuple[float, float], exponent: float, joined_s: float
 ) -> None:
-    """All work takes longer, or a call does, whatever its size: small chunks tell them apart, however many there are."""
+    """All work takes longer, or a call does, whatever its size: two sizes tell, however often one was measured."""
     chunks = 20
     points = Points(
         kind="gpu",
