@@ -64,7 +64,7 @@ def recipe(wanted: argparse.Namespace, **mode: Any) -> Embodied.Config:
     size = {"chunk": CHUNK, "width": wanted.width, "depth": wanted.depth}
     policy = {"type": "tokens", "body": "transformer", "rows": wanted.rows, **size}
     if wanted.field_steps:
-        policy = {"type": "flow", "num_steps": wanted.field_steps, **size}
+        policy = {"type": "flow", "num_steps": wanted.field_steps, "rows": wanted.rows, **size}
     tables: dict[str, Any] = {
         "workflow": "embodied",
         "simulator": {"type": wanted.simulator, "image_size": wanted.image_size},

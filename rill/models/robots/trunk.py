@@ -9,6 +9,7 @@ from rill.models.robots.inputs import NUM_WORDS, Inputs
 from rill.types import RobotSpec
 
 NUM_IMAGE_FEATURES = 64
+LARGE = 1024
 
 
 class Trunk(nn.Module):
@@ -62,8 +63,11 @@ def eye() -> nn.Module:
 
 
 def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    """Orthogonal, as PPO on small networks wants."""
+    """Orthogonal, as PPO on small networks wants. A large random one nearly is, and its decomposition takes minutes."""
     layer = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(layer.weight, gain)
+    if min(inputs, outputs) <= LARGE:
+        nn.init.orthogonal_(layer.weight, gain)
+    else:
+        nn.init.normal_(layer.weight, std=gain / max(inputs, outputs) ** 0.5)
     nn.init.zeros_(layer.bias)
     return layer
