@@ -109,23 +109,22 @@ async def measure(args: argparse.Namespace) -> None:
     tokenizer = build_char_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     app = create_app(InstantEngine(), tokenizer, ServerConfig(port=0))  # type: ignore[arg-type]
-    async with app.running():
-        for way in WAYS:
-            path, body = body_of(way, args.prompt, args.tokens)
-            content = json.dumps(body).encode()
-            rounds = []
-            with cProfile.Profile(time.thread_time) as profile:
-                if args.profile != way:
-                    profile.disable()
-                for _ in range(args.rounds):
-                    start = time.thread_time()
-                    for _ in range(args.requests):
-                        await answered(app, path, content)
-                    rounds.append((time.thread_time() - start) / args.requests * 1e6)
-            line = {"benchmark": "server_cpu", "way": way, "us_per_request": round(min(rounds[1:]), 1)}
-            print(json.dumps(line | {"tokens": args.tokens, "prompt": args.prompt}), flush=True)
-            if args.profile == way:
-                pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+    for way in WAYS:
+        path, body = body_of(way, args.prompt, args.tokens)
+        content = json.dumps(body).encode()
+        rounds = []
+        with cProfile.Profile(time.thread_time) as profile:
+            if args.profile != way:
+                profile.disable()
+            for _ in range(args.rounds):
+                start = time.thread_time()
+                for _ in range(args.requests):
+                    await answered(app, path, content)
+                rounds.append((time.thread_time() - start) / args.requests * 1e6)
+        line = {"benchmark": "server_cpu", "way": way, "us_per_request": round(min(rounds[1:]), 1)}
+        print(json.dumps(line | {"tokens": args.tokens, "prompt": args.prompt}), flush=True)
+        if args.profile == way:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(30)
 
 
 def main() -> None:

@@ -189,7 +189,8 @@ def test_seed_bias_and_n_reach_the_sampler(client: Any) -> None:
         **settings, logit_bias={"50": 100}, extra_body={"return_token_ids": True}
     )
     assert set(biased.choices[0].token_ids) == {50}
-    banned = client.completions.create(**settings, logit_bias={str(t): -100 for t in range(104) if t % 2})
+    odd = {str(t): -100 for t in range(104) if t % 2}
+    banned = client.completions.create(**settings, logit_bias=odd, extra_body={"ignore_eos": True})
     assert banned.usage.completion_tokens == 6
 
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
-from starlette.testclient import TestClient
 
 from rill.errors import RequestError
 from rill.inference.base import Feature, Request
 from rill.inference.native.engine import NativeEngine
-from rill.inference.server.app import create_app
+from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.models.loading import load_model
 from rill.models.pictures import PictureReader, load_pictures, rope_positions
 from rill.types import Picture, PolicyVersion, SamplingParams
@@ -153,10 +153,12 @@ def test_a_picture_without_its_placeholders_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
+def client() -> Iterator[httpx.Client]:
     engine = engine_of("qwen2_5_vl")
     assert engine.tokenizer is not None
-    with TestClient(create_app(engine, engine.tokenizer, model=tiny("qwen2_5_vl"))) as client:
+    config = ServerConfig(port=0)
+    app = create_app(engine, engine.tokenizer, config, model=tiny("qwen2_5_vl"))
+    with serve_in_thread(app, config) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
     engine.close()
 
@@ -178,7 +180,7 @@ def url_of(data: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-def test_the_server_shows_the_model_a_picture(client: TestClient) -> None:
+def test_the_server_shows_the_model_a_picture(client: httpx.Client) -> None:
     answers = [
         client.post("/v1/chat/completions", json=body(url_of(noise(16, 24, seed=seed)))) for seed in (0, 1)
     ]
@@ -199,6 +201,6 @@ def test_the_server_shows_the_model_a_picture(client: TestClient) -> None:
         ("data:text/html;base64,aGk=", "kind"),
     ],
 )
-def test_the_server_refuses_what_is_no_picture(client: TestClient, url: str, said: str) -> None:
+def test_the_server_refuses_what_is_no_picture(client: httpx.Client, url: str, said: str) -> None:
     answer = client.post("/v1/chat/completions", json=body(url))
     assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text

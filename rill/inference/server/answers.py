@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol
 
 from starlette.responses import Response
 
 from rill.errors import RillError
-from rill.inference.base import Completion, Request
-from rill.inference.server.choices import usage
+from rill.inference.base import Request
+from rill.inference.server.choices import finish_reason, stop_detail, usage
 from rill.inference.server.errors import ApiError, bad_request, error_fields, to_api_error
 from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import DONE, Call, EventStream, event, json_response
@@ -34,7 +34,7 @@ class Answer(Protocol):
 
     def requests(self) -> list[Request]: ...
 
-    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
+    async def whole(self, samples: Samples) -> dict[str, Any]: ...
 
     def events(self, samples: Samples) -> AsyncIterator[bytes]: ...
 
@@ -46,7 +46,7 @@ class OpenAIAnswer:
     """What a whole answer and a chunk of a stream call themselves."""
 
     def __init__(self, state: ServerState, body: GenerationBody, prompts: list[list[int]]) -> None:
-        self.state, self.prompts = state, prompts
+        self.state, self.body, self.prompts = state, body, prompts
         self.id = new_id(self.prefix)
         self.name = body.request_id or self.id
         self.is_streamed = bool(body.stream)
@@ -61,18 +61,29 @@ class OpenAIAnswer:
         """One event of a stream."""
 
     async def events(self, samples: Samples) -> AsyncIterator[bytes]:
-        completions: list[Completion] = []
         async for pieces in samples:
             told = [event(self.chunk(piece)) for piece in pieces]
-            completions += [piece.completion for piece in pieces if piece.completion is not None]
             if not samples.num_left:  # one write for the last tokens and what follows them
                 if self._tells_usage:
-                    told.append(event(self.envelope([], is_chunk=True) | self.usage(completions)))
+                    told.append(event(self.envelope([], is_chunk=True) | self.usage(samples)))
                 told.append(DONE)
             yield b"".join(told)
 
-    def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return {"usage": usage(sum(map(len, self.prompts)), completions)}
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """What completions and chat say alike of a piece."""
+        choice: dict[str, Any] = {
+            "index": piece.index,
+            "finish_reason": finish_reason(piece.completion),
+            "stop_reason": stop_detail(piece.completion),
+            "logprobs": None,
+        }
+        if self.body.return_token_ids:  # vLLM's token_ids, and our versions beside them
+            choice["token_ids"] = piece.token_ids.tolist()
+            choice["token_versions"] = piece.versions.tolist()
+        return choice
+
+    def usage(self, samples: Samples) -> dict[str, Any]:
+        return {"usage": usage(sum(map(len, self.prompts)), samples.completions)}
 
     def envelope(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
         return {
@@ -95,7 +106,7 @@ async def respond(call: Call, answer: Answer) -> Response:
             state.generation.submit(requests, name, call.http.receive, is_streamed=answer.is_streamed)
         )
         if not answer.is_streamed:
-            return json_response(await answer.whole(await samples.completions()))
+            return json_response(await answer.whole(samples))
         await samples.begun()
         return EventStream(_with_errors(answer.events(samples)), held.pop_all().close)
 

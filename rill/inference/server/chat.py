@@ -8,21 +8,20 @@ from typing import Any
 from rill.data.pictures import read_parts, template_parts
 from rill.errors import DataError
 from rill.inference.server.errors import bad_request
-from rill.inference.server.schemas import ChatBody, ChatMessage, ChatTemplateBody, NamedTool, Tool
-from rill.inference.server.text import ToolSchemas
+from rill.inference.server.schemas import ChatMessage, ChatTemplateBody
+from rill.inference.server.text import TextCodec, ToolSchemas
+from rill.types import Picture
 
 
-def template_messages(messages: list[ChatMessage]) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """The messages, and the pictures in them."""
+async def encode_chat(codec: TextCodec, body: ChatTemplateBody) -> tuple[list[int], tuple[Picture, ...]]:
+    """The prompt of a conversation, and the pictures in it."""
     files: list[bytes] = []
-    return [_template_message(message, files) for message in messages], files
+    messages = [_template_message(message, files) for message in body.messages]
+    tools: ToolSchemas = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    return await codec.encode_chat(messages, tools or None, _template_options(body), files)
 
 
-def template_tools(tools: list[Tool] | None) -> ToolSchemas | None:
-    return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
-
-
-def template_options(body: ChatTemplateBody) -> dict[str, Any]:
+def _template_options(body: ChatTemplateBody) -> dict[str, Any]:
     """Keyword arguments of the template."""
     if body.add_generation_prompt and body.continue_final_message:
         raise bad_request(
@@ -39,28 +38,9 @@ def template_options(body: ChatTemplateBody) -> dict[str, Any]:
     return options
 
 
-def wants_tool_calls(body: ChatBody) -> bool:
-    """Whether tool calls are to be taken out of the text."""
-    if body.tool_choice not in (None, "none") and not body.tools:
-        raise bad_request("tool_choice needs tools", "tool_choice")
-    return bool(body.tools) and body.tool_choice != "none"
-
-
-def forced_tool(body: ChatBody) -> tuple[bool, str | None]:
-    """Whether the answer must be a call, and of which tool (None: of any)."""
-    if isinstance(body.tool_choice, NamedTool):
-        return True, body.tool_choice.function.name
-    return body.tool_choice == "required", None
-
-
 def _template_message(message: ChatMessage, files: list[bytes]) -> dict[str, Any]:
-    out: dict[str, Any] = {"role": message.role, "content": _content(message, files)}
-    if message.name is not None:
-        out["name"] = message.name
-    if message.reasoning_content is not None:
-        out["reasoning_content"] = message.reasoning_content
-    if message.tool_call_id is not None:
-        out["tool_call_id"] = message.tool_call_id
+    out = message.model_dump(include={"role", "name", "reasoning_content", "tool_call_id"}, exclude_none=True)
+    out["content"] = _content(message, files)
     if message.tool_calls:
         out["tool_calls"] = [
             {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -13,7 +13,7 @@ import msgspec
 from rill.inference.base import Completion
 from rill.inference.server.generation import Piece, finite
 from rill.inference.server.text import TextCodec
-from rill.types import StopReason
+from rill.types import Floats, StopReason
 
 _FINISH = {
     StopReason.EOS: "stop",
@@ -23,8 +23,8 @@ _FINISH = {
 }
 
 
-def finish_reason(completion: Completion) -> str:
-    return _FINISH.get(completion.stop_reason, "error")
+def finish_reason(completion: Completion | None) -> str | None:
+    return None if completion is None else _FINISH.get(completion.stop_reason, "error")
 
 
 def stop_detail(completion: Completion | None) -> str | int | None:
@@ -63,60 +63,41 @@ class TokenEntry(msgspec.Struct, gc=False):
     top_logprobs: tuple[TopToken, ...] = ()
 
 
-def chat_logprobs(codec: TextCodec, piece: Piece, *, as_ids: bool) -> dict[str, Any]:
+def logprob_entries(codec: TextCodec | None, piece: Piece, *, as_ids: bool) -> list[TokenEntry]:
+    """`logprobs.content`. Without a codec, for clients that have no text, tokens have no bytes."""
+    tops = _top_tokens(codec, piece, as_ids=as_ids) or itertools.repeat(())
+    ids: list[int] = piece.token_ids.tolist()
+    return list(map(TokenEntry, *_told(codec, ids, piece.logprobs, as_ids=as_ids), tops))
+
+
+def completion_logprobs(codec: TextCodec, piece: Piece, *, as_ids: bool, offset: int) -> dict[str, Any]:
+    """The older shape: parallel lists. Of the likeliest tokens it tells beside the sampled one."""
     ids, logprobs = piece.token_ids.tolist(), finite(piece.logprobs)
     texts = codec.token_texts(ids)
     names = token_names(ids) if as_ids else texts
-    tops = _top_tokens(codec, piece, as_ids=as_ids)
-    content = [
-        TokenEntry(name, logprob, _bytes_as_json(text), top)
-        for name, text, logprob, top in zip(names, texts, logprobs, tops, strict=True)
-    ]
-    return {"content": content, "refusal": None}
-
-
-def token_logprobs(piece: Piece) -> dict[str, Any]:
-    """As chat_logprobs, for clients that have no text."""
-    names = token_names(piece.token_ids.tolist())
-    tops = _top_tokens(None, piece, as_ids=True)
-    entries = map(TokenEntry, names, finite(piece.logprobs), itertools.repeat(None), tops)
-    return {"content": list(entries)}
+    offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
+    top = [{name: logprob} for name, logprob in zip(names, logprobs, strict=True)]
+    for own, likeliest in zip(top, _top_tokens(codec, piece, as_ids=as_ids)):
+        for each in likeliest:
+            own.setdefault(each.token, each.logprob)
+    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
 def _top_tokens(codec: TextCodec | None, piece: Piece, *, as_ids: bool) -> list[tuple[TopToken, ...]]:
     """The likeliest tokens at each place; nothing where they were not asked for."""
     if piece.top is None:
-        return [()] * len(piece.token_ids)
-    found = []
-    for ids, row in zip(piece.top.token_ids.tolist(), piece.top.logprobs, strict=True):
-        texts = None if codec is None else codec.token_texts(ids)
-        names = token_names(ids) if as_ids or texts is None else texts
-        letters = [None] * len(ids) if texts is None else list(map(_bytes_as_json, texts))
-        found.append(tuple(map(TopToken, names, finite(row), letters)))
-    return found
+        return []
+    rows = zip(piece.top.token_ids.tolist(), piece.top.logprobs, strict=True)
+    return [tuple(map(TopToken, *_told(codec, ids, logprobs, as_ids=as_ids))) for ids, logprobs in rows]
 
 
-def completion_logprobs(
-    codec: TextCodec,
-    token_ids: Sequence[int],
-    logprobs: Sequence[float | None],
-    *,
-    as_ids: bool,
-    offset: int,
-    piece: Piece | None = None,
-) -> dict[str, Any]:
-    """The older shape: parallel lists. `piece`: where the likeliest tokens are, beside the sampled one."""
-    texts = codec.token_texts(token_ids)
-    names = token_names(token_ids) if as_ids else texts
-    offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
-    top = [None if lp is None else {name: lp} for name, lp in zip(names, logprobs, strict=True)]
-    if piece is not None and piece.top is not None:
-        tops = _top_tokens(codec, piece, as_ids=as_ids)
-        top = [
-            {t.token: t.logprob for t in likeliest} | (own or {})
-            for own, likeliest in zip(top, tops, strict=True)
-        ]
-    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+def _told(
+    codec: TextCodec | None, ids: list[int], logprobs: Floats, *, as_ids: bool
+) -> tuple[list[str], list[float], Iterable[msgspec.Raw | None]]:
+    """Names, log-probabilities and bytes of these tokens."""
+    texts = None if codec is None else codec.token_texts(ids)
+    names = token_names(ids) if as_ids or texts is None else texts
+    return names, finite(logprobs), itertools.repeat(None) if texts is None else map(_bytes_as_json, texts)
 
 
 class _Names(dict[int, str]):
@@ -138,8 +119,3 @@ def token_names(token_ids: Sequence[int]) -> list[str]:
 @lru_cache(maxsize=65536)
 def _bytes_as_json(text: str) -> msgspec.Raw:
     return msgspec.Raw(f"{list(text.encode('utf-8', 'replace'))}".encode())
-
-
-def token_fields(piece: Piece) -> dict[str, Any]:
-    """What `return_token_ids` adds to a choice: vLLM's token_ids, and our versions beside them."""
-    return {"token_ids": piece.token_ids.tolist(), "token_versions": piece.versions.tolist()}

@@ -11,10 +11,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from starlette.types import Receive
 
@@ -55,18 +56,23 @@ class Piece:
 
 
 class Generation:
-    """Runs requests on the engine for the event loop that it was made on."""
+    """Runs requests on the engine, for one event loop."""
 
     def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float, stream_interval_s: float) -> None:
         self.metrics = metrics
         self.timeout_s = timeout_s or None
-        self.hub = Hub(asyncio.get_running_loop(), stream_interval_s)
-        self.under_way: dict[tuple[str, str], list[Samples]] = {}
-        """By the caller, and what it calls the request: a client may use a name twice."""
+        self._stream_interval_s = stream_interval_s
         self._engine = engine
+        self._under_way: dict[Samples, tuple[str, str]] = {}
+        """With the caller, and what it calls the request: a client may use a name twice."""
         # A thread of its own: an engine may be busy for as long as an update takes, and what else runs in threads
         # (health checks among it) must not wait behind those whom a client has left.
         self._aborts = ThreadPoolExecutor(1, thread_name_prefix="server-abort")
+
+    @cached_property
+    def hub(self) -> Hub:
+        """Made by the first request, on its loop."""
+        return Hub(asyncio.get_running_loop(), self._stream_interval_s)
 
     @contextmanager
     def submit(
@@ -74,40 +80,35 @@ class Generation:
     ) -> Iterator[Samples]:
         """Their samples, to be waited for. What has not ended with the block is aborted. `receive`: of the client, who
         has nothing more to say but that it leaves."""
+        hub = self.hub
         if is_streamed:  # told more often than it is sent, the tokens would only wait here
-            requests = [replace(request, delta_interval_s=self.hub.interval_s) for request in requests]
+            requests = [replace(request, delta_interval_s=hub.interval_s) for request in requests]
         samples = Samples(self, requests, receive)
         if is_streamed:
-            self.hub.streams.update(dict.fromkeys(samples.request_ids, samples))
-        self.under_way.setdefault(name, []).append(samples)
-        is_taken = False
+            hub.streams.update(dict.fromkeys(samples.request_ids, samples))
+        self._under_way[samples] = name
         try:
-            futures = self._engine.submit(requests, self.hub.push if is_streamed else None)
-            is_taken = True
+            futures = self._engine.submit(requests, hub.push if is_streamed else None)
+            samples.num_left = len(futures)
             for future in futures:
-                future.add_done_callback(lambda done: self.hub.push_end(samples, done))
+                future.add_done_callback(lambda done: hub.push_end(samples, done))
             yield samples
         finally:
             samples.close()
             for request_id in samples.request_ids:
-                self.hub.streams.pop(request_id, None)
-            self.under_way[name].remove(samples)
-            if not self.under_way[name]:
-                del self.under_way[name]
-            if is_taken and samples.num_left:
+                hub.streams.pop(request_id, None)
+            del self._under_way[samples]
+            if samples.num_left:
                 self.metrics.num_aborted += len(requests)
                 self._aborts.submit(self._abort_quietly, samples.request_ids)
 
-    async def abort(self, names: Sequence[tuple[str, str]]) -> int:
+    async def abort(self, names: Collection[tuple[str, str]]) -> int:
         """End what runs under these names; how many requests that were. They are answered with what they have."""
-        ids = [i for name in names for samples in self.under_way.get(name, ()) for i in samples.request_ids]
+        ids = [i for samples, name in self._under_way.items() if name in names for i in samples.request_ids]
         if ids:
             self.metrics.num_aborted += len(ids)
             await asyncio.get_running_loop().run_in_executor(self._aborts, self._engine.abort, ids)
         return len(ids)
-
-    def close(self) -> None:
-        self._aborts.shutdown(wait=False)
 
     def _abort_quietly(self, request_ids: list[str]) -> None:
         try:
@@ -117,18 +118,22 @@ class Generation:
 
 
 class Samples:
-    """What one HTTP request asked the engine for, as it grows. Waited for as a whole (`completions`), or iterated over
-    in batches of pieces once it has `begun`: what goes wrong before that is an HTTP status, which clients know how to
-    retry, and not an event of a stream that began well."""
+    """What one HTTP request asked the engine for, as it grows. Waited for as a `whole`, or iterated over in batches of
+    pieces once it has `begun`: what goes wrong before that is an HTTP status, which clients know how to retry, and not
+    an event of a stream that began well."""
 
     def __init__(self, owner: Generation, requests: Sequence[Request], receive: Receive) -> None:
         self.request_ids = [r.id for r in requests]
         self.has_token = False
+        self.num_left = 0
+        """How many have not ended, of those that the engine has taken."""
+        self.completions: list[Completion] = []
+        """Of those that have, in that order."""
         self._owner = owner
         self._requests = requests
         self._index = {r.id: i for i, r in enumerate(requests)}
         self._received = [0] * len(requests)
-        self._completions: dict[int, Completion] = {}
+        self._ended: set[str] = set()
         self._news: list[News] = []
         self._wake = asyncio.Event()
         self._opened_at = time.perf_counter()
@@ -138,23 +143,14 @@ class Samples:
         self._deadline = None if limit is None else loop.call_later(limit, self._give_up, _too_late(limit))
         self._watcher = loop.create_task(self._watch(receive))
 
-    @property
-    def num_left(self) -> int:
-        return len(self._requests) - len(self._completions)
-
     def deliver(self, news: Sequence[News]) -> None:
         self._news.extend(news)
         self._wake.set()
 
-    async def completions(self) -> list[Completion]:
-        """All of them, in the order of the requests."""
-        while self.num_left:
-            for item in await self._next_news():
-                if not isinstance(item, Delta):
-                    completion = item.result()
-                    self._completions[self._index[completion.request_id]] = completion
-        self._observe()
-        return [self._completions[index] for index in range(len(self._requests))]
+    async def whole(self) -> list[Piece]:
+        """Of samples that are not streamed: all of each, in the order of the requests."""
+        pieces = [piece async for batch in self for piece in batch]
+        return sorted(pieces, key=lambda piece: piece.index)
 
     async def begun(self) -> None:
         """Waits for the first news; raises where they are that a sample failed, or that somebody gave up."""
@@ -166,48 +162,48 @@ class Samples:
                 item.result()
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
-        is_first = True
+        metrics, is_first = self._owner.metrics, True
         while self.num_left:
-            news = await self._next_news()
+            await self._wake.wait()
+            self._wake.clear()
+            if self._error is not None:
+                raise self._error
+            news, self._news = self._news, []
             ends = [item for item in news if not isinstance(item, Delta)]
             pieces = self._pieces([item for item in news if isinstance(item, Delta)], ends)
-            if pieces and is_first:
+            if is_first and self.has_token:
                 is_first = False
-                self._owner.metrics.first_token_s.observe(time.perf_counter() - self._opened_at)
+                metrics.first_token_s.observe(time.perf_counter() - self._opened_at)
             if pieces:
                 yield pieces
             for end in ends:
                 end.result()  # a sample that failed ends the stream, after what came before it
-        self._observe()
+        metrics.latency_s.observe(time.perf_counter() - self._opened_at)
+        metrics.num_prompt_tokens += sum(len(r.token_ids) for r in self._requests)
+        for completion in self.completions:
+            metrics.count_completion(len(completion.token_ids))
 
     def close(self) -> None:
         self._watcher.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
 
-    async def _next_news(self) -> list[News]:
-        await self._wake.wait()
-        self._wake.clear()
-        if self._error is not None:
-            raise self._error
-        news, self._news = self._news, []
-        return news
-
     def _pieces(self, deltas: Sequence[Delta], ends: Sequence[Future[Completion]]) -> list[Piece]:
         """One piece for each sample, however many tokens it gained: what waits behind a busy loop travels together."""
         done = [end.result() for end in ends if end.exception() is None]
-        ended = {completion.request_id for completion in done}
-        new = [d for d in deltas if d.request_id not in ended]
+        self.num_left -= len(done)
+        self.completions += done
+        self._ended.update(completion.request_id for completion in done)
+        # One that has ended has overtaken its last deltas.
+        new = [d for d in deltas if len(d.token_ids) and d.request_id not in self._ended]
         packed = PackedDeltas.pack(new) if len(new) > 1 else None
         pieces = []
         for delta in new if packed is None else packed.unpack():
             index = self._index[delta.request_id]
-            if len(delta.token_ids) and index not in self._completions:  # else overtaken by its completion
-                self._received[index] += len(delta.token_ids)
-                pieces.append(Piece.of(index, delta))
+            self._received[index] += len(delta.token_ids)
+            pieces.append(Piece.of(index, delta))
         for completion in done:
             index = self._index[completion.request_id]
-            self._completions[index] = completion
             pieces.append(Piece.of(index, completion, self._received[index]))
         return pieces
 
@@ -220,13 +216,6 @@ class Samples:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._give_up(ApiError(499, "the client went away"))
-
-    def _observe(self) -> None:
-        metrics = self._owner.metrics
-        metrics.latency_s.observe(time.perf_counter() - self._opened_at)
-        metrics.num_prompt_tokens += sum(len(r.token_ids) for r in self._requests)
-        for completion in self._completions.values():
-            metrics.count_completion(len(completion.token_ids))
 
 
 def _too_late(timeout_s: float) -> ApiError:

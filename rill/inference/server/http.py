@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial, partialmethod
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -32,7 +32,7 @@ from rill.inference.server.errors import (
     error_response,
     to_api_error,
 )
-from rill.inference.server.openapi import describe
+from rill.inference.server.openapi import PAGE, describe
 from rill.inference.server.state import ServerState
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ class Call:
     """What stands in the path in place of NAME."""
 
 
-Handler = Callable[..., Awaitable[Response]]
+Handler = Callable[..., Any]
+"""Gives a Response. For administration it is a plain function that gives the JSON; see `ServerState.act`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +80,7 @@ class Endpoint:
 
 
 class Routes(list[Endpoint]):
-    """The handlers of one module: `async def handler(call[, body])`."""
-
-    def get(self, path: str, access: Access) -> Callable[[Handler], Handler]:
-        return self._add("GET", path, access)
-
-    def post(self, path: str, access: Access, tell: Tell | None = None) -> Callable[[Handler], Handler]:
-        return self._add("POST", path, access, tell)
+    """The handlers of one module: `async def handler(call[, body])`, or `def handler(state[, body])` (administration)."""
 
     def _add(
         self, method: str, path: str, access: Access, tell: Tell | None = None
@@ -93,65 +88,46 @@ class Routes(list[Endpoint]):
         def add(handler: Handler) -> Handler:
             wanted = get_type_hints(handler).get("body")
             kinds = get_args(wanted) or (wanted,)
-            self.append(
-                Endpoint(
-                    method=method,
-                    path=path,
-                    access=access,
-                    handler=handler,
-                    body=kinds[0],
-                    needs_body=wanted is not None and type(None) not in kinds,
-                    tell=tell,
-                )
+            endpoint = Endpoint(
+                method=method,
+                path=path,
+                access=access,
+                handler=handler,
+                body=kinds[0],
+                needs_body=wanted is not None and type(None) not in kinds,
+                tell=tell,
             )
+            self.append(endpoint)
             return handler
 
         return add
 
+    get = partialmethod(_add, "GET")
+    post = partialmethod(_add, "POST")
+
 
 class Application:
-    """`started` makes the state, and ends what it holds; the application serves while it runs."""
-
-    def __init__(
-        self,
-        endpoints: Iterable[Endpoint],
-        started: Callable[[], AbstractAsyncContextManager[ServerState]],
-        *,
-        max_body_bytes: int,
-    ) -> None:
+    def __init__(self, endpoints: Iterable[Endpoint], state: ServerState) -> None:
+        self.state = state
         self._described = list(endpoints)
-        self._started = started
-        self._max_body_bytes = max_body_bytes
+        own = Routes()
+        own.get("/openapi.json", Access.OPEN)(self._describe)
+        own.get("/docs", Access.OPEN)(self._show)
         self._by_path: dict[str, dict[str, Endpoint]] = {}
-        self.add(self._described)
-        self._named = [path for path in self._by_path if path.endswith(NAME)]
-        self._state: ServerState | None = None
-
-    @property
-    def state(self) -> ServerState:
-        assert self._state is not None, "the application has not been started"
-        return self._state
-
-    def add(self, endpoints: Iterable[Endpoint]) -> None:
-        """More of them, which openapi() does not tell of."""
-        for endpoint in endpoints:
+        for endpoint in (*self._described, *own):
             self._by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+        self._named = [path for path in self._by_path if path.endswith(NAME)]
 
     def openapi(self) -> dict[str, Any]:
-        return describe((e.method, e.path, e.handler.__doc__, e.body, e.needs_body) for e in self._described)
+        return describe(self._described)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with self._started() as self._state:
-            yield
+    async def _describe(self, call: Call) -> Response:
+        return json_response(self.openapi())
+
+    async def _show(self, call: Call) -> Response:
+        return Response(PAGE, media_type="text/html")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close"})
-            return
         endpoint = None
         try:
             endpoint, name = self._find(scope["method"], scope["path"])
@@ -171,10 +147,13 @@ class Application:
             caller = state.keys.check_client(request)
         elif endpoint.access is Access.ADMIN:
             state.keys.check_admin(request)
+        body = () if endpoint.body is None else (await self._body(endpoint, request),)
+        if endpoint.access is Access.ADMIN:
+            work = partial(endpoint.handler, state, *body)
+            return json_response(await state.act(endpoint.path.strip("/"), work))
         call = Call(state=state, http=request, caller=caller, name=name)
-        if endpoint.body is None:
-            return await endpoint.handler(call)
-        return await endpoint.handler(call, await self._body(endpoint, request))
+        response: Response = await endpoint.handler(call, *body)
+        return response
 
     def _find(self, method: str, path: str) -> tuple[Endpoint, str]:
         by_method, name = self._by_path.get(path), ""
@@ -205,7 +184,7 @@ class Application:
 
     async def _read(self, receive: Receive, declared: bytes) -> bytes:
         """413 before more than the limit is held in memory, whatever was declared."""
-        limit = self._max_body_bytes or math.inf
+        limit = self.state.config.max_body_bytes or math.inf
         num_bytes = int(declared) if declared.isdigit() else 0
         parts: list[bytes] = []
         is_whole = False
@@ -219,17 +198,6 @@ class Application:
         if num_bytes > limit:
             raise ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")
         return b"".join(parts)
-
-    async def _live(self, receive: Receive, send: Send) -> None:
-        await receive()
-        try:
-            async with self.running():
-                await send({"type": "lifespan.startup.complete"})
-                await receive()
-        except Exception as error:
-            await send({"type": "lifespan.startup.failed", "message": str(error)})
-            raise
-        await send({"type": "lifespan.shutdown.complete"})
 
 
 def json_response(body: Any, status: int = 200) -> Response:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from rill import __version__
 from rill.inference.server.errors import ERRORS
+
+if TYPE_CHECKING:
+    from rill.inference.server.http import Endpoint
 
 PAGE = """<!doctype html><title>rill</title><meta charset="utf-8">
 <link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css"><div id="ui"></div>
@@ -17,35 +19,29 @@ PAGE = """<!doctype html><title>rill</title><meta charset="utf-8">
 <script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#ui"})</script>
 """
 
-Described = tuple[str, str, str | None, type[BaseModel] | None, bool]
-"""Method, path, what it is for, its body, whether that is needed."""
 
-
-def describe(endpoints: Iterable[Described]) -> dict[str, Any]:
-    listed = list(endpoints)
-    bodies = dict.fromkeys(body for *_, body, _ in listed if body is not None)
+def describe(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    bodies = dict.fromkeys(each.body for each in endpoints if each.body is not None)
     refs, schemas = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
     paths: dict[str, dict[str, Any]] = {}
-    for method, path, about, body, needs_body in listed:
+    for each in endpoints:
         told: dict[str, Any] = {
-            "summary": (about or path).strip().partition("\n")[0],
+            "summary": (each.handler.__doc__ or each.path).strip().partition("\n")[0],
             "responses": {"200": {"description": "OK"}} | ERRORS,
         }
-        if "{" in path:
-            name = path.partition("{")[2].removesuffix("}")
+        if "{" in each.path:
+            name = each.path.partition("{")[2].removesuffix("}")
             told["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             ]
-        if body is not None:
-            schema = refs[body, "validation"]
-            schema = schema if needs_body else {"anyOf": [schema, {"type": "null"}]}
-            told["requestBody"] = {
-                "required": needs_body,
-                "content": {"application/json": {"schema": schema}},
-            }
-        paths.setdefault(path, {})[method.lower()] = told
+        if each.body is not None:
+            schema = refs[each.body, "validation"]
+            schema = schema if each.needs_body else {"anyOf": [schema, {"type": "null"}]}
+            content = {"application/json": {"schema": schema}}
+            told["requestBody"] = {"required": each.needs_body, "content": content}
+        paths.setdefault(each.path, {})[each.method.lower()] = told
     return {
         "openapi": "3.1.0",
         "info": {"title": "rill", "version": __version__},

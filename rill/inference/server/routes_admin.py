@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from starlette.responses import PlainTextResponse, Response
 
@@ -20,9 +20,6 @@ from rill.inference.server.errors import ApiError
 from rill.inference.server.http import Access, Call, Routes, json_response
 from rill.inference.server.schemas import AbortBody, PauseBody, SleepBody, UpdateWeightsBody
 from rill.inference.server.state import ServerState
-
-if TYPE_CHECKING:
-    from rill.inference.server.weights import WeightInbox
 
 _LIVENESS_S = 5.0
 _PROBES = ThreadPoolExecutor(2, thread_name_prefix="server-probe")
@@ -77,101 +74,67 @@ async def abort_requests(call: Call, body: AbortBody) -> Response:
 
 
 @routes.post("/pause", Access.ADMIN)
-async def pause(call: Call, body: PauseBody | None) -> Response:
+def pause(state: ServerState, body: PauseBody | None) -> dict[str, Any]:
     """Stop between two steps and keep the tokens (interrupt), or let what runs end (finish)."""
-    state = call.state
     mode = (body or PauseBody()).mode
-
-    def work() -> None:
-        kind = PauseMode.FINISH if mode in ("finish", "wait") else PauseMode.INTERRUPT
-        state.engine.pause(kind, state.config.admin_timeout_s)
-        if mode == "abort":
-            state.engine.abort()
-        state.is_paused = True
-
-    await state.act("pause", work)
-    return json_response({"status": "paused"})
+    kind = PauseMode.FINISH if mode in ("finish", "wait") else PauseMode.INTERRUPT
+    state.engine.pause(kind, state.config.admin_timeout_s)
+    if mode == "abort":
+        state.engine.abort()
+    state.is_paused = True
+    return {"status": "paused"}
 
 
 @routes.post("/resume", Access.ADMIN)
-async def resume(call: Call) -> Response:
-    state = call.state
-
-    def work() -> None:
-        if state.is_asleep:
-            raise ApiError(409, "the engine sleeps: call /wake first")
-        state.engine.resume()
-        state.is_paused = False
-
-    await state.act("resume", work)
-    return json_response({"status": "resumed"})
+def resume(state: ServerState) -> dict[str, Any]:
+    if state.is_asleep:
+        raise ApiError(409, "the engine sleeps: call /wake first")
+    state.engine.resume()
+    state.is_paused = False
+    return {"status": "resumed"}
 
 
 @routes.post("/sleep", Access.ADMIN)
-async def sleep(call: Call, body: SleepBody | None) -> Response:
+def sleep(state: ServerState, body: SleepBody | None) -> dict[str, Any]:
     """Give device memory back. The engine must be paused or idle."""
-    state = call.state
     level = MemoryLevel((body or SleepBody()).level)
-
-    def work() -> None:
-        state.engine.release(level)
-        state.is_asleep = True
-
-    await state.act("sleep", work)
-    return json_response({"status": "asleep", "level": level.value})
+    state.engine.release(level)
+    state.is_asleep = True
+    return {"status": "asleep", "level": level.value}
 
 
 @routes.post("/wake", Access.ADMIN)
 @routes.post("/wake_up", Access.ADMIN)
-async def wake(call: Call) -> Response:
-    state = call.state
-
-    def work() -> None:
-        state.engine.restore()
-        state.is_asleep = False
-
-    await state.act("wake", work)
-    return json_response({"status": "awake"})
+def wake(state: ServerState) -> dict[str, Any]:
+    state.engine.restore()
+    state.is_asleep = False
+    return {"status": "awake"}
 
 
 @routes.post("/flush_cache", Access.ADMIN)
 @routes.post("/reset_prefix_cache", Access.ADMIN)
-async def flush_cache(call: Call) -> Response:
-    state = call.state
-    await state.act("flush_cache", state.engine.flush)
-    return json_response({"status": "flushed"})
+def flush_cache(state: ServerState) -> dict[str, Any]:
+    state.engine.flush()
+    return {"status": "flushed"}
 
 
 @routes.post("/update_weights", Access.ADMIN)
-async def update_weights(call: Call, body: UpdateWeightsBody) -> Response:
+def update_weights(state: ServerState, body: UpdateWeightsBody) -> dict[str, Any]:
     """Weights from a folder; see weights.py."""
-    state, folder = call.state, Path(body.weight_dir)
-    version = await state.act(
-        "update_weights", lambda: _inbox(state).load(folder, body.version, partial=body.partial)
-    )
-    return json_response({"status": "ok", "version": int(version)})
+    version = state.inbox.load(Path(body.weight_dir), body.version, partial=body.partial)
+    return {"status": "ok", "version": int(version)}
 
 
 @routes.post("/reload_weights", Access.ADMIN)
-async def reload_weights(call: Call) -> Response:
+def reload_weights(state: ServerState) -> dict[str, Any]:
     """The weights that the server started with, under a new version."""
-    state = call.state
-    version = await state.act("reload_weights", lambda: _inbox(state).reload())
-    return json_response({"status": "ok", "version": int(version)})
-
-
-def _inbox(state: ServerState) -> WeightInbox:
-    if state.inbox is None:
-        from rill.inference.server.weights import WeightInbox
-
-        state.inbox = WeightInbox(state.engine, state.model)
-    return state.inbox
+    return {"status": "ok", "version": int(state.inbox.reload())}
 
 
 def _status(state: ServerState) -> str:
     if state.admission.is_draining:
         return "draining"
-    if state.inbox is not None and state.inbox.failure is not None:
+    if state.inbox.failure is not None:
         return "weights incomplete"
     if state.is_asleep:
         return "asleep"

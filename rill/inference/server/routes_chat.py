@@ -8,23 +8,17 @@ from typing import Any
 from starlette.responses import Response
 
 from rill.data.tool_calls import ParsedCall
-from rill.inference.base import Completion, Feature, Guide
+from rill.inference.base import Feature, Guide
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import OpenAIAnswer, respond
-from rill.inference.server.chat import (
-    forced_tool,
-    template_messages,
-    template_options,
-    template_tools,
-    wants_tool_calls,
-)
-from rill.inference.server.choices import chat_logprobs, finish_reason, stop_detail, token_fields
+from rill.inference.server.chat import encode_chat
+from rill.inference.server.choices import finish_reason, logprob_entries
 from rill.inference.server.errors import bad_request
-from rill.inference.server.generation import Piece
+from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes
 from rill.inference.server.reasoning import CLOSE, OPEN, ReasoningStream
 from rill.inference.server.sampling import build_requests, num_top_logprobs
-from rill.inference.server.schemas import ChatBody, ChatTokensBody
+from rill.inference.server.schemas import ChatBody, ChatTokensBody, NamedTool
 from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextStream
 from rill.inference.server.tool_calls import CallDelta, ToolCallStream, forced_call
@@ -44,11 +38,7 @@ async def create_chat_completion_from_tokens(call: Call, body: ChatTokensBody) -
 
 
 async def chat_answer(state: ServerState, body: ChatBody) -> ChatAnswer:
-    messages, files = template_messages(body.messages)
-    prompt, pictures = await state.codec.encode_chat(
-        messages, template_tools(body.tools), template_options(body), files
-    )
-    return ChatAnswer(state, body, prompt, pictures)
+    return ChatAnswer(state, body, *await encode_chat(state.codec, body))
 
 
 class _Sample:
@@ -66,30 +56,24 @@ class _Sample:
             if has_tools
             else None
         )
-        self.is_started = False
 
     def feed(self, piece: Piece) -> tuple[str, str, list[ParsedCall]]:
         """(reasoning, content, calls that are complete) that came with it."""
         reasoning, text = self._split(piece)
         if self._tools is None:
             return reasoning, text, []
-        content, calls = self._tools.feed(text, is_last=piece.completion is not None)
-        return reasoning, content, calls
+        return reasoning, *self._tools.feed(text, is_last=piece.completion is not None)
 
     def stream(self, piece: Piece) -> tuple[str, str, list[CallDelta]]:
         """As `feed`; calls as they are written."""
         reasoning, text = self._split(piece)
         if self._tools is None:
             return reasoning, text, []
-        content, calls = self._tools.stream(text, is_last=piece.completion is not None)
-        return reasoning, content, calls
+        return reasoning, *self._tools.stream(text, is_last=piece.completion is not None)
 
     def finish_reason(self, piece: Piece) -> str | None:
-        if piece.completion is None:
-            return None
         reason = finish_reason(piece.completion)
-        has_calls = self._tools is not None and bool(self._tools.calls)
-        return "tool_calls" if has_calls and reason == "stop" else reason
+        return "tool_calls" if reason == "stop" and self._tools is not None and self._tools.calls else reason
 
     def _split(self, piece: Piece) -> tuple[str, str]:
         is_last = piece.completion is not None
@@ -107,8 +91,11 @@ class ChatAnswer(OpenAIAnswer):
         super().__init__(state, body, [prompt])
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
-        self._body, self._prompt, self._pictures = body, prompt, pictures
-        self._has_tools = wants_tool_calls(body)
+        if body.tool_choice not in (None, "none") and not body.tools:
+            raise bad_request("tool_choice needs tools", "tool_choice")
+        self.body: ChatBody = body
+        self._prompt, self._pictures = prompt, pictures
+        self._has_tools = bool(body.tools) and body.tool_choice != "none"
         self._is_reasoning = state.has_reasoning and state.codec.decode(
             prompt[-8:], skip_special_tokens=False
         ).rstrip().endswith(OPEN)
@@ -116,50 +103,49 @@ class ChatAnswer(OpenAIAnswer):
         """Those that have begun."""
 
     def requests(self) -> list[EngineRequest]:
-        body = self._body
+        body = self.body
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return build_requests(
+            self.state,
             body,
-            [self._prompt],
+            self.prompts,
             request_id=self.id,
             max_tokens=wanted,
-            engine=self.state.engine,
-            config=self.state.config,
-            num_top=num_top_logprobs(body.top_logprobs, self.state.engine, "top_logprobs"),
+            num_top=num_top_logprobs(body.top_logprobs, self.state, "top_logprobs"),
             guide=self._forced_call(),
             pictures=self._pictures,
         )
 
     def _forced_call(self) -> Guide | None:
-        is_forced, name = forced_tool(self._body)
-        if not is_forced:
+        choice = self.body.tool_choice
+        if choice in (None, "none", "auto"):
             return None
-        if Feature.GUIDED not in self.state.engine.features:
-            raise bad_request("this engine cannot force a call", "tool_choice", "unsupported")
-        return forced_call(self.state.tool_syntax, self._body.tools or [], name)
+        self.state.require(Feature.GUIDED, "tool_choice", "this engine cannot force a call")
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        return forced_call(self.state.tool_syntax, self.body.tools or [], name)
 
-    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    async def whole(self, samples: Samples) -> dict[str, Any]:
         choices = []
-        for index, completion in enumerate(completions):
-            piece = Piece.of(index, completion)
+        for piece in await samples.whole():
             sample = self._sample(piece)
             reasoning, content, calls = sample.feed(piece)
             message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
-            if reasoning:
-                message["reasoning_content"] = reasoning
-            if calls:
-                message["tool_calls"] = [call.as_json() for call in calls]
-            choices.append(self._choice(piece, sample) | {"message": message})
-        answer = self.envelope(choices, is_chunk=False) | self.usage(completions)
-        if self._body.return_token_ids:
+            choices.append(self._choice(piece, sample, "message", message, reasoning, calls))
+        answer = self.envelope(choices, is_chunk=False) | self.usage(samples)
+        if self.body.return_token_ids:
             answer["prompt_token_ids"] = self._prompt
         return answer
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        is_first = not self._samples
+        is_first, is_started = not self._samples, piece.index in self._samples
         sample = self._sample(piece)
-        chunk = self.envelope([self._stream_choice(piece, sample)], is_chunk=True)
-        if is_first and self._body.return_token_ids:
+        reasoning, content, calls = sample.stream(piece)
+        delta: dict[str, Any] = {} if is_started else {"role": "assistant"}
+        if content or not is_started:
+            delta["content"] = content
+        choice = self._choice(piece, sample, "delta", delta, reasoning, calls)
+        chunk = self.envelope([choice], is_chunk=True)
+        if is_first and self.body.return_token_ids:
             chunk["prompt_token_ids"] = self._prompt
         return chunk
 
@@ -169,40 +155,29 @@ class ChatAnswer(OpenAIAnswer):
         _, content, calls = sample.feed(piece)
         return content, calls, sample.finish_reason(piece)
 
-    def _stream_choice(self, piece: Piece, sample: _Sample) -> dict[str, Any]:
-        reasoning, content, calls = sample.stream(piece)
-        delta: dict[str, Any] = {}
-        if not sample.is_started:
-            sample.is_started = True
-            delta["role"] = "assistant"
-            delta["content"] = content
-        elif content:
-            delta["content"] = content
+    def _choice(
+        self,
+        piece: Piece,
+        sample: _Sample,
+        kind: str,
+        message: dict[str, Any],
+        reasoning: str,
+        calls: Sequence[ParsedCall | CallDelta],
+    ) -> dict[str, Any]:
+        """`kind`: what the message is called, a delta or a whole one."""
         if reasoning:
-            delta["reasoning_content"] = reasoning
+            message["reasoning_content"] = reasoning
         if calls:
-            delta["tool_calls"] = [call.as_json() for call in calls]
-        return self._choice(piece, sample) | {"delta": delta}
-
-    def _choice(self, piece: Piece, sample: _Sample) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": piece.index,
-            "finish_reason": sample.finish_reason(piece),
-            "stop_reason": stop_detail(piece.completion),
-            "logprobs": None,
-        }
-        if self._body.logprobs:
-            choice["logprobs"] = chat_logprobs(
-                self.state.codec,
-                piece,
-                as_ids=bool(self._body.return_tokens_as_token_ids),
-            )
-        if self._body.return_token_ids:
-            choice |= token_fields(piece)
+            message["tool_calls"] = [call.as_json() for call in calls]
+        choice = self.choice(piece) | {"finish_reason": sample.finish_reason(piece), kind: message}
+        if self.body.logprobs:
+            as_ids = bool(self.body.return_tokens_as_token_ids)
+            content = logprob_entries(self.state.codec, piece, as_ids=as_ids)
+            choice["logprobs"] = {"content": content, "refusal": None}
         return choice
 
     def _sample(self, piece: Piece) -> _Sample:
         if piece.index not in self._samples:
-            new = _Sample(self.state, self._body, self._has_tools, self._is_reasoning)
+            new = _Sample(self.state, self.body, self._has_tools, self._is_reasoning)
             self._samples[piece.index] = new
         return self._samples[piece.index]

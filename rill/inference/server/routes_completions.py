@@ -6,19 +6,20 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 from starlette.responses import Response
 
-from rill.inference.base import AdapterEngine, Completion, EmbeddingEngine, Feature
+from rill.inference.base import AdapterEngine, EmbeddingEngine, Feature
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import OpenAIAnswer, respond
-from rill.inference.server.choices import completion_logprobs, finish_reason, stop_detail, token_fields
+from rill.inference.server.choices import completion_logprobs
 from rill.inference.server.errors import bad_request
-from rill.inference.server.generation import Piece, finite
+from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes, json_response
-from rill.inference.server.sampling import build_requests, num_top_logprobs, resolve_model
+from rill.inference.server.sampling import build_requests, num_top_logprobs
 from rill.inference.server.schemas import CompletionBody, EmbeddingsBody, Prompts
 from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextCodec, TextStream
@@ -29,31 +30,29 @@ routes = Routes()
 
 @routes.post("/v1/completions", Access.CLIENT)
 async def create_completion(call: Call, body: CompletionBody) -> Response:
-    state = call.state
-    _refuse(body)
-    answer = _Answer(state, body, await encode_prompts(state.codec, body.prompt, param="prompt"))
-    if body.max_tokens == 0:
-        with state.admission.admit():
-            return json_response(await answer.scored())
-    return await respond(call, answer)
+    if body.stream and body.echo:
+        raise bad_request("echo cannot be streamed", "echo", "unsupported")
+    if body.max_tokens == 0 and (not body.echo or body.stream or (body.n or 1) != 1):
+        raise bad_request("max_tokens of 0 needs echo, n=1 and no stream: it scores the prompt", "max_tokens")
+    prompts = await _encode_all(call.state.codec, body.prompt, param="prompt")
+    return await respond(call, _Answer(call.state, body, prompts))
 
 
 @routes.post("/v1/embeddings", Access.CLIENT)
 async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
     state, engine = call.state, call.state.engine
-    if resolve_model(body.model, engine, state.config) is not None:
+    if state.adapter_of(body.model) is not None:
         raise bad_request("embeddings come from the base model only", "model", "unsupported")
-    if Feature.EMBED not in engine.features or not isinstance(engine, EmbeddingEngine):
-        raise bad_request("this engine makes no embeddings", "model", "unsupported")
-    prompts = await encode_prompts(
+    state.require(Feature.EMBED, "model", "this engine makes no embeddings")
+    assert isinstance(engine, EmbeddingEngine)
+    prompts = await _encode_all(
         state.codec, body.input, param="input", add_special_tokens=body.add_special_tokens
     )
     if len(prompts) > state.config.max_samples:
         raise bad_request(f"{len(prompts)} texts are more than {state.config.max_samples}", "input")
     sequences = [np.asarray(ids, dtype=np.int32) for ids in prompts]
-    timeout_s = state.config.request_timeout_s or 3600.0
     with state.admission.admit():
-        found = await asyncio.to_thread(engine.embed, sequences, timeout_s)
+        found = await asyncio.to_thread(engine.embed, sequences, state.config.request_timeout_s or 3600.0)
     count = sum(map(len, prompts))
     data = [
         {"object": "embedding", "index": index, "embedding": _written(values, body.encoding_format)}
@@ -64,19 +63,8 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
     return json_response({"object": "list", "model": model, "data": data, "usage": usage})
 
 
-def _refuse(body: CompletionBody) -> None:
-    if body.stream and body.echo:
-        raise bad_request("echo cannot be streamed", "echo", "unsupported")
-    if body.max_tokens == 0 and (not body.echo or body.stream or (body.n or 1) != 1):
-        raise bad_request("max_tokens of 0 needs echo, n=1 and no stream: it scores the prompt", "max_tokens")
-
-
-async def encode_prompts(
-    codec: TextCodec,
-    given: Prompts,
-    *,
-    param: str,
-    add_special_tokens: bool = True,
+async def _encode_all(
+    codec: TextCodec, given: Prompts, *, param: str, add_special_tokens: bool = True
 ) -> list[list[int]]:
     """One or several texts, or lists of token ids."""
     if not given:
@@ -97,42 +85,38 @@ class _Answer(OpenAIAnswer):
 
     def __init__(self, state: ServerState, body: CompletionBody, prompts: list[list[int]]) -> None:
         super().__init__(state, body, prompts)
-        self._body = body
+        self.body: CompletionBody = body
         self._num_samples = body.n or 1
         self._texts: dict[int, TextStream] = {}
         """By sample, once it has begun."""
 
     def requests(self) -> list[EngineRequest]:
+        body = self.body
+        if body.echo and body.logprobs is not None:
+            what = "this engine cannot score prompts: echo without logprobs"
+            self.state.require(Feature.SCORE, "logprobs", what)
+        if body.max_tokens == 0:  # with echo: the prompt is scored, nothing is generated
+            self.state.adapter_of(body.model)
+            return []
+        # The sampled token's own is always there; greedily it is also the likeliest.
+        num_top = 0 if body.logprobs == 1 and body.temperature == 0 else body.logprobs
         return build_requests(
-            self._body,
+            self.state,
+            body,
             self.prompts,
             request_id=self.id,
-            max_tokens=self._body.max_tokens,
-            engine=self.state.engine,
-            config=self.state.config,
-            num_top=num_top_logprobs(self._num_top(), self.state.engine, "logprobs"),
+            max_tokens=body.max_tokens,
+            num_top=num_top_logprobs(num_top, self.state, "logprobs"),
         )
 
-    def _num_top(self) -> int | None:
-        """The sampled token's own is always there; greedily it is also the likeliest."""
-        count = self._body.logprobs
-        return 0 if count == 1 and self._body.temperature == 0 else count
-
-    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        choices = [self._choice(Piece.of(index, completion)) for index, completion in enumerate(completions)]
-        if self._body.echo:
-            await self._prepend_prompts(choices)
-        return self.envelope(choices, is_chunk=False) | self.usage(completions)
-
-    async def scored(self) -> dict[str, Any]:
-        """max_tokens 0 with echo: the prompt and its log-probabilities, nothing generated."""
-        resolve_model(self._body.model, self.state.engine, self.state.config)
-        choices: list[dict[str, Any]] = [
+    async def whole(self, samples: Samples) -> dict[str, Any]:
+        choices = [self._choice(piece) for piece in await samples.whole()] or [
             {"index": i, "text": "", "finish_reason": "length", "logprobs": None, "stop_reason": None}
             for i in range(len(self.prompts))
         ]
-        await self._prepend_prompts(choices)
-        return self.envelope(choices, is_chunk=False) | self.usage([])
+        if self.body.echo:
+            await self._prepend_prompts(choices)
+        return self.envelope(choices, is_chunk=False) | self.usage(samples)
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         is_first = piece.index not in self._texts
@@ -142,69 +126,52 @@ class _Answer(OpenAIAnswer):
         return self.envelope([choice], is_chunk=True)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        stream = self._texts.get(piece.index) or self._texts.setdefault(
-            piece.index, TextStream(self.state.codec, self._body)
-        )
+        if piece.index not in self._texts:
+            self._texts[piece.index] = TextStream(self.state.codec, self.body)
+        stream = self._texts[piece.index]
         offset = len(stream.text)
-        text = stream.feed(piece.token_ids.tolist(), is_last=piece.completion is not None)
-        completion = piece.completion
-        choice: dict[str, Any] = {
-            "index": piece.index,
-            "text": text,
-            "finish_reason": None if completion is None else finish_reason(completion),
-            "stop_reason": stop_detail(completion),
-            "logprobs": None,
-        }
-        if self._body.logprobs is not None:
-            choice["logprobs"] = completion_logprobs(
-                self.state.codec,
-                piece.token_ids.tolist(),
-                finite(piece.logprobs),
-                as_ids=bool(self._body.return_tokens_as_token_ids),
-                offset=offset,
-                piece=piece,
-            )
-        if self._body.return_token_ids:
+        choice = self.choice(piece)
+        choice["text"] = stream.feed(piece.token_ids.tolist(), is_last=piece.completion is not None)
+        if self.body.logprobs is not None:
+            choice["logprobs"] = self._logprobs(piece, offset)
+        if self.body.return_token_ids:
             choice["prompt_token_ids"] = self.prompts[piece.index // self._num_samples]
-            choice |= token_fields(piece)
         return choice
+
+    def _logprobs(self, piece: Piece, offset: int) -> dict[str, Any]:
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return completion_logprobs(self.state.codec, piece, as_ids=as_ids, offset=offset)
 
     async def _prepend_prompts(self, choices: list[dict[str, Any]]) -> None:
         """echo: the prompt's text, and its log-probabilities where they were asked for."""
-        codec = self.state.codec
-        texts = [codec.decode(p) for p in self.prompts]
-        scores = await self._prompt_scores() if self._body.logprobs is not None else None
+        texts = [self.state.codec.decode(prompt) for prompt in self.prompts]
+        for choice in choices:
+            choice["text"] = texts[choice["index"] // self._num_samples] + choice["text"]
+        if self.body.logprobs is None:
+            return
+        scores = await score(self.state, self.prompts, self.body.model)
         for choice in choices:
             prompt_index = choice["index"] // self._num_samples
-            choice["text"] = texts[prompt_index] + choice["text"]
-            if scores is None:
-                continue
-            first: list[float | None] = [None, *finite(scores[prompt_index])[1:]]
-            as_ids = bool(self._body.return_tokens_as_token_ids)
-            head = completion_logprobs(codec, self.prompts[prompt_index], first, as_ids=as_ids, offset=0)
+            head = self._logprobs(_as_piece(self.prompts[prompt_index], scores[prompt_index]), 0)
+            head["token_logprobs"][0] = head["top_logprobs"][0] = None  # nothing stands before it
             tail = choice["logprobs"] or {key: [] for key in head}
             shift = len(texts[prompt_index])
             tail["text_offset"] = [at + shift for at in tail["text_offset"]]
             choice["logprobs"] = {key: head[key] + tail[key] for key in head}
 
-    async def _prompt_scores(self) -> list[Any]:
-        if Feature.SCORE not in self.state.engine.features:
-            raise bad_request(
-                "this engine cannot score prompts: echo without logprobs", "logprobs", "unsupported"
-            )
-        return await score(self.state, self.prompts, self._body.model)
+
+def _as_piece(prompt: Sequence[int], scores: Floats) -> Piece:
+    ids = np.asarray(prompt)
+    return Piece(index=0, token_ids=ids, logprobs=scores, versions=ids, top=None, completion=None)
 
 
 async def score(state: ServerState, prompts: Sequence[Sequence[int]], model: str | None) -> list[Any]:
     """The engine's score, by the model or the adapter of that name, off the event loop."""
-    adapter = resolve_model(model, state.engine, state.config)
-    sequences = [np.asarray(p, dtype=np.int32) for p in prompts]
-    timeout_s = state.config.request_timeout_s or 3600.0
-    if adapter is None:
-        return await asyncio.to_thread(state.engine.score, sequences, 1.0, timeout_s)
-    engine = state.engine
-    assert isinstance(engine, AdapterEngine)
-    return await asyncio.to_thread(engine.score, sequences, 1.0, timeout_s, adapter=adapter)
+    adapter, run = state.adapter_of(model), state.engine.score
+    if adapter is not None:
+        run = partial(cast(AdapterEngine, state.engine).score, adapter=adapter)
+    sequences = [np.asarray(prompt, dtype=np.int32) for prompt in prompts]
+    return await asyncio.to_thread(run, sequences, 1.0, state.config.request_timeout_s or 3600.0)
 
 
 def _written(values: Floats, form: str) -> Any:

@@ -7,7 +7,7 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from rill.data.dialects import ANTHROPIC, RESPONSES, Answer, Dialect
 from rill.errors import RillError
-from rill.inference.base import Completion
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import respond
 from rill.inference.server.errors import (
@@ -26,10 +25,10 @@ from rill.inference.server.errors import (
     error_fields,
     to_api_error,
 )
-from rill.inference.server.generation import Samples
+from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes
 from rill.inference.server.routes_chat import ChatAnswer, chat_answer
-from rill.inference.server.schemas import AnyBody, ChatBody, MessagesBody, ResponsesBody
+from rill.inference.server.schemas import ChatBody, DialectBody, MessagesBody, ResponsesBody
 
 routes = Routes()
 
@@ -44,9 +43,9 @@ async def create_message(call: Call, body: MessagesBody) -> Response:
     return await _answer(ANTHROPIC, call, body)
 
 
-async def _answer(dialect: Dialect, call: Call, body: AnyBody) -> Response:
+async def _answer(dialect: Dialect, call: Call, body: DialectBody) -> Response:
     try:
-        chat = ChatBody.model_validate(dialect.to_chat(body.model_extra or {}))
+        chat = ChatBody.model_validate(dialect.to_chat(body.model_dump()))
     except ValidationError as error:
         raise describe_validation(error) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -60,51 +59,47 @@ class _Translated:
     def __init__(self, dialect: Dialect, chat: ChatAnswer) -> None:
         self._dialect, self._chat = dialect, chat
         self.name, self.is_streamed = chat.name, chat.is_streamed
-        self._blank = Answer(id=chat.id.removeprefix("chatcmpl-"), model=chat.model, created=chat.created)
+        self._answer = Answer(id=chat.id.removeprefix("chatcmpl-"), model=chat.model, created=chat.created)
+        """With what was said so far."""
 
     def requests(self) -> list[EngineRequest]:
         return self._chat.requests()
 
-    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        (choice,) = (await self._chat.whole(completions))["choices"]
-        message = choice["message"]
-        calls = message.get("tool_calls") or ()
-        return self._dialect.whole(
-            self._said(message["content"] or "", calls, choice["finish_reason"], completions)
-        )
+    async def whole(self, samples: Samples) -> dict[str, Any]:
+        for piece in await samples.whole():
+            self._hear(piece)
+        return self._dialect.whole(self._counted(samples))
 
     async def events(self, samples: Samples) -> AsyncIterator[bytes]:
-        stream = self._dialect.stream(self._blank)
-        text, finish_reason = "", "stop"
-        calls: list[dict[str, Any]] = []
-        completions: list[Completion] = []
+        stream = self._dialect.stream(self._answer)
         yield stream.begin()
         try:
             async for pieces in samples:
-                told = b""
-                for piece in pieces:
-                    content, complete, reason = self._chat.said(piece)
-                    new = [call.as_json() for call in complete]
-                    told += stream.feed(content, new)
-                    text, calls, finish_reason = text + content, calls + new, reason or finish_reason
-                if told:
+                if told := b"".join(stream.feed(*self._hear(piece)) for piece in pieces):
                     yield told
-                completions += [piece.completion for piece in pieces if piece.completion is not None]
         except (ApiError, RillError) as error:
             fields = error_fields(to_api_error(error))
             yield stream.error(fields["message"], fields["type"])
             return
-        yield stream.end(self._said(text, calls, finish_reason, completions))
+        yield stream.end(self._counted(samples))
 
-    def _said(
-        self, content: str, calls: Sequence[Any], finish_reason: str, completions: Sequence[Completion]
-    ) -> Answer:
-        usage = self._chat.usage(completions)["usage"]
+    def _hear(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+        """What came with it: text, and calls that are complete."""
+        before = self._answer
+        content, complete, reason = self._chat.said(piece)
+        calls = [call.as_json() for call in complete]
+        self._answer = replace(
+            before,
+            content=before.content + content,
+            calls=[*before.calls, *calls],
+            finish_reason=reason or before.finish_reason,
+        )
+        return content, calls
+
+    def _counted(self, samples: Samples) -> Answer:
+        usage = self._chat.usage(samples)["usage"]
         return replace(
-            self._blank,
-            content=content,
-            calls=calls,
-            finish_reason=finish_reason,
+            self._answer,
             num_prompt_tokens=usage["prompt_tokens"],
             num_completion_tokens=usage["completion_tokens"],
         )

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from rill.inference.base import AdapterEngine, Feature
 from rill.inference.server.errors import ApiError, bad_request
 from rill.inference.server.http import Access, Call, Routes, json_response
-from rill.inference.server.sampling import resolve_model, served_names
 from rill.inference.server.schemas import LoadAdapterBody, UnloadAdapterBody
 from rill.inference.server.state import ServerState
 from rill.models.card import read_card
@@ -24,64 +23,48 @@ routes = Routes()
 
 @routes.get("/v1/models", Access.CLIENT)
 async def list_models(call: Call) -> Response:
-    state = call.state
-    names = served_names(state.engine, state.config)
-    return json_response({"object": "list", "data": [_card(state, name) for name in names]})
+    data = [_card(call.state, name) for name in call.state.served_names]
+    return json_response({"object": "list", "data": data})
 
 
 @routes.get("/v1/models/{name}", Access.CLIENT)
 async def get_model(call: Call) -> Response:
-    resolve_model(call.name, call.state.engine, call.state.config)
+    call.state.adapter_of(call.name)
     return json_response(_card(call.state, call.name))
 
 
 @routes.post("/v1/load_lora_adapter", Access.ADMIN)
-async def load_lora_adapter(call: Call, body: LoadAdapterBody) -> Response:
+def load_lora_adapter(state: ServerState, body: LoadAdapterBody) -> dict[str, Any]:
     """Serve the adapter in this folder (PEFT's format) under this name. In place: requests under way go on with it."""
-    state = call.state
-    name = body.lora_name
-
-    def load() -> None:
-        engine = _adapter_engine(state)
-        if name == state.config.model_name:
-            raise bad_request(f"{name!r} is the base model's name", "lora_name")
-        if name in engine.adapters and not body.load_inplace:
-            raise bad_request(
-                f"adapter {name!r} is loaded already: set load_inplace to replace it", "lora_name"
-            )
-        engine.load_adapter(name, body.lora_path)
-
-    await state.act("load_lora_adapter", load)
-    return json_response({"status": "ok", "models": served_names(state.engine, state.config)})
+    engine, name = _adapter_engine(state), body.lora_name
+    if name == state.config.model_name:
+        raise bad_request(f"{name!r} is the base model's name", "lora_name")
+    if name in engine.adapters and not body.load_inplace:
+        raise bad_request(f"adapter {name!r} is loaded already: set load_inplace to replace it", "lora_name")
+    engine.load_adapter(name, body.lora_path)
+    return {"status": "ok", "models": state.served_names}
 
 
 @routes.post("/load_lora_adapter", Access.ADMIN)
-async def replace_lora_adapter(call: Call, body: LoadAdapterBody) -> Response:
+def replace_lora_adapter(state: ServerState, body: LoadAdapterBody) -> dict[str, Any]:
     """The same for prime-rl's client, which loads every version under one name."""
-    return await load_lora_adapter(call, body.model_copy(update={"load_inplace": True}))
+    return load_lora_adapter(state, body.model_copy(update={"load_inplace": True}))
 
 
 @routes.post("/unload_lora_adapter", Access.ADMIN)
 @routes.post("/v1/unload_lora_adapter", Access.ADMIN)
-async def unload_lora_adapter(call: Call, body: UnloadAdapterBody) -> Response:
+def unload_lora_adapter(state: ServerState, body: UnloadAdapterBody) -> dict[str, Any]:
     """Requests that still use it end with finish_reason "abort"."""
-    state = call.state
-
-    def unload() -> None:
-        engine = _adapter_engine(state)
-        if body.lora_name not in engine.adapters:
-            raise ApiError(
-                404, f"there is no adapter {body.lora_name!r}", param="lora_name", code="not_found"
-            )
-        engine.unload_adapter(body.lora_name)
-
-    await state.act("unload_lora_adapter", unload)
-    return json_response({"status": "ok", "models": served_names(state.engine, state.config)})
+    engine, name = _adapter_engine(state), body.lora_name
+    if name not in engine.adapters:
+        raise ApiError(404, f"there is no adapter {name!r}", param="lora_name", code="not_found")
+    engine.unload_adapter(name)
+    return {"status": "ok", "models": state.served_names}
 
 
 def _adapter_engine(state: ServerState) -> AdapterEngine:
-    if Feature.LORA not in state.engine.features or not isinstance(state.engine, AdapterEngine):
-        raise bad_request("this engine serves no adapters", "lora_name", "unsupported")
+    state.require(Feature.LORA, "lora_name", "this engine serves no adapters")
+    assert isinstance(state.engine, AdapterEngine)
     return state.engine
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,13 @@ from starlette.responses import Response
 from rill.inference.base import Completion, Feature
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import respond
-from rill.inference.server.chat import template_messages, template_options, template_tools
-from rill.inference.server.choices import finish_reason, token_logprobs, usage
+from rill.inference.server.chat import encode_chat
+from rill.inference.server.choices import finish_reason, logprob_entries, usage
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples, finite
 from rill.inference.server.http import DONE, Access, Call, Routes, event, json_response
 from rill.inference.server.routes_completions import score
-from rill.inference.server.sampling import build_requests, new_id, num_top_logprobs, resolve_model
+from rill.inference.server.sampling import build_requests, new_id, num_top_logprobs
 from rill.inference.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from rill.inference.server.state import ServerState
 
@@ -38,16 +38,13 @@ async def generate(call: Call, body: GenerateBody) -> Response:
 @routes.post("/tokenize", Access.CLIENT)
 async def tokenize(call: Call, body: TokenizeBody) -> Response:
     state = call.state
-    resolve_model(body.model, state.engine, state.config)
+    state.adapter_of(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if body.prompt is not None:
         tokens = await state.codec.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     else:
-        messages, files = template_messages(body.messages or [])
-        tokens, _ = await state.codec.encode_chat(
-            messages, template_tools(body.tools), template_options(body), files
-        )
+        tokens, _ = await encode_chat(state.codec, body)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": state.engine.max_context,
@@ -60,7 +57,7 @@ async def tokenize(call: Call, body: TokenizeBody) -> Response:
 @routes.post("/detokenize", Access.CLIENT)
 async def detokenize(call: Call, body: DetokenizeBody) -> Response:
     state = call.state
-    resolve_model(body.model, state.engine, state.config)
+    state.adapter_of(body.model)
     if wrong := next((t for t in body.tokens if t >= state.codec.vocab_size), None):
         raise bad_request(f"token {wrong} is not in the vocabulary of {state.codec.vocab_size}", "tokens")
     return json_response({"prompt": state.codec.decode(body.tokens, skip_special_tokens=False)})
@@ -77,42 +74,49 @@ class _Answer:
         """A max_tokens beyond the context is cut to it: a trainer asks for "as much as fits"."""
         state, body, sampling = self._state, self._body, self._body.sampling_params
         beside = {"model": body.model or sampling.model, "cache_salt": body.cache_salt or sampling.cache_salt}
-        requests = build_requests(
+        # The sampled token's own is always there: clients send 1 for it.
+        num_top = sampling.logprobs if (sampling.logprobs or 0) > 1 else 0
+        if sampling.prompt_logprobs is not None:
+            what = "this engine cannot score prompts"
+            state.require(Feature.SCORE, "sampling_params.prompt_logprobs", what)
+        return build_requests(
+            state,
             sampling.model_copy(update=beside | {"priority": body.priority or sampling.priority}),
             [body.token_ids],
             # A client may repeat its id; the engine's ids must differ.
             request_id=new_id("gen"),
             max_tokens=sampling.max_tokens,
-            engine=state.engine,
-            config=state.config,
             clamp_to_context=True,
-            num_top=_num_top(body, state),
+            num_top=num_top_logprobs(num_top, state, "sampling_params.logprobs"),
         )
-        if sampling.prompt_logprobs is not None and Feature.SCORE not in state.engine.features:
-            raise bad_request(
-                "this engine cannot score prompts", "sampling_params.prompt_logprobs", "unsupported"
-            )
-        return requests
 
-    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    async def whole(self, samples: Samples) -> dict[str, Any]:
         num_prompt = len(self._body.token_ids)
-        choices = [_choice(Piece.of(i, c), num_prompt) for i, c in enumerate(completions)]
-        scores = await _prompt_logprobs(self._state, self._body)
-        answer = {"choices": choices, "usage": usage(num_prompt, completions), "prompt_logprobs": scores}
-        return self._head | answer
+        return self._head | {
+            "choices": [_choice(piece, num_prompt) for piece in await samples.whole()],
+            "usage": usage(num_prompt, samples.completions),
+            "prompt_logprobs": await self._prompt_logprobs(),
+        }
 
     async def events(self, samples: Samples) -> AsyncIterator[bytes]:
         """The first has the prompt's log-probabilities, where they were asked for."""
-        scores = await _prompt_logprobs(self._state, self._body)
+        scores = await self._prompt_logprobs()
         first = {} if scores is None else {"prompt_logprobs": scores}
         async for pieces in samples:
             out = []
             for piece in pieces:
-                out.append(
-                    event(self._head | {"choices": [_choice(piece, len(self._body.token_ids))]} | first)
-                )
+                choices = {"choices": [_choice(piece, len(self._body.token_ids))]}
+                out.append(event(self._head | choices | first))
                 first = {}
             yield b"".join(out if samples.num_left else [*out, DONE])
+
+    async def _prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
+        body = self._body
+        if body.sampling_params.prompt_logprobs is None:
+            return None
+        (scores,) = await score(self._state, [body.token_ids], body.model or body.sampling_params.model)
+        pairs = zip(body.token_ids[1:], finite(scores)[1:], strict=True)
+        return [None, *({str(token_id): {"logprob": logprob}} for token_id, logprob in pairs)]
 
 
 def _choice(piece: Piece, num_prompt: int) -> dict[str, Any]:
@@ -120,19 +124,19 @@ def _choice(piece: Piece, num_prompt: int) -> dict[str, Any]:
         "index": piece.index,
         "token_ids": piece.token_ids.tolist(),
         "token_versions": piece.versions.tolist(),
-        "logprobs": token_logprobs(piece),
-        "finish_reason": None if piece.completion is None else finish_reason(piece.completion),
-        "routed_experts": None if piece.completion is None else _experts(piece.completion, num_prompt),
+        "logprobs": {"content": logprob_entries(None, piece, as_ids=True)},
+        "finish_reason": finish_reason(piece.completion),
+        "routed_experts": _experts(piece.completion, num_prompt),
     }
 
 
-def _experts(completion: Completion, num_prompt: int) -> Any:
+def _experts(completion: Completion | None, num_prompt: int) -> Any:
     """[T, L, K] as raw int16 in base64, or null where the engine does not record routing.
 
     Engines report the completion's rows, or the prompt's before them: `start` says where the first row belongs.
     verifiers cuts the text out of the answer before it is parsed as JSON, and finds it by `data` standing first.
     """
-    if completion.routed_experts is None:
+    if completion is None or completion.routed_experts is None:
         return None
     experts = np.ascontiguousarray(completion.routed_experts, dtype=np.int16)
     return {
@@ -141,17 +145,3 @@ def _experts(completion: Completion, num_prompt: int) -> Any:
         "dtype": "int16",
         "start": num_prompt if len(experts) == len(completion.token_ids) else 0,
     }
-
-
-def _num_top(body: GenerateBody, state: ServerState) -> int:
-    """Clients send 1 for the sampled token's own, which is always there."""
-    wanted = body.sampling_params.logprobs or 0
-    return num_top_logprobs(wanted, state.engine, "sampling_params.logprobs") if wanted > 1 else 0
-
-
-async def _prompt_logprobs(state: ServerState, body: GenerateBody) -> list[dict[str, Any] | None] | None:
-    if body.sampling_params.prompt_logprobs is None:
-        return None
-    (scores,) = await score(state, [body.token_ids], body.model)
-    pairs = zip(body.token_ids[1:], finite(scores)[1:], strict=True)
-    return [None, *({str(token_id): {"logprob": logprob}} for token_id, logprob in pairs)]

@@ -30,12 +30,22 @@ _SWITCH_INTERVAL_S = 0.0005
 requests to a replica and its news back. Python's own 5 ms, for several of them in turn, let an engine idle."""
 
 
-class _DrainingServer(uvicorn.Server):
+class _Server(uvicorn.Server):
     def __init__(
-        self, config: uvicorn.Config, drain_timeout_s: float, on_started: Callable[[], None]
+        self, app: Application, config: ServerConfig, on_started: Callable[[], None] = lambda: None
     ) -> None:
-        super().__init__(config)
-        self._drain_timeout_s = drain_timeout_s
+        settings = uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,  # who speaks to us is the peer of the socket, whatever a header says
+            # Connections that stay open after the drain (idle keep-alive) must not hold the exit.
+            timeout_graceful_shutdown=5,
+        )
+        super().__init__(settings)
+        self._admission, self._drain_timeout_s = app.state.admission, config.drain_timeout_s
         self._on_started = on_started
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -48,23 +58,24 @@ class _DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain is not None or self._loop is None:
             super().handle_exit(sig, frame)
-            return
-        # Signal handlers run between any two bytecodes: the loop does the work.
-        self._loop.call_soon_threadsafe(self.begin_drain)
+        else:
+            self.drain()
 
-    def begin_drain(self) -> None:
+    def drain(self) -> None:
+        """From any thread, and from signal handlers, which run between any two bytecodes: the loop does the work."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
         if self._drain is None:
             self._drain = asyncio.ensure_future(self._drain_then_exit())
 
     async def _drain_then_exit(self) -> None:
-        assert isinstance(self.config.app, Application)
-        admission = self.config.app.state.admission
-        log.info("draining: %d requests in flight", admission.num_in_flight)
-        if not await admission.drain(self._drain_timeout_s):
+        log.info("draining: %d requests in flight", self._admission.num_in_flight)
+        if not await self._admission.drain(self._drain_timeout_s):
+            num_left = self._admission.num_in_flight
             log.warning(
-                "drain: %d requests did not end in %.0f s and are cut off",
-                admission.num_in_flight,
-                self._drain_timeout_s,
+                "drain: %d requests did not end in %.0f s and are cut off", num_left, self._drain_timeout_s
             )
         self.should_exit = True
 
@@ -82,10 +93,10 @@ def bind(config: ServerConfig) -> socket.socket:
         listener.listen()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {config.port} of {config.host} is taken by another process: stop that one, or choose another "
-                "port (0 picks a free one)"
-            ) from error
+            problem = (
+                f"port {config.port} of {config.host} is taken by another process: stop that one, or choose"
+            )
+            raise ConfigError(f"{problem} another port (0 picks a free one)") from error
         raise ConfigError(
             f"{config.host}:{config.port} cannot be listened on: {error}: choose an address of this machine and a port "
             "you may use (0 picks a free one)"
@@ -111,7 +122,7 @@ def serve(
     hold.take()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
-        _server(app, config, lambda: on_started(url_of(listener)) if on_started else None).run([listener])
+        _Server(app, config, lambda: on_started(url_of(listener)) if on_started else None).run([listener])
     finally:
         sys.setswitchinterval(usual_s)
         hold.give_back()
@@ -124,10 +135,15 @@ def serve_in_thread(app: Application, config: ServerConfig, timeout_s: float = 3
 
 class BackgroundServer:
     def __init__(self, app: Application, config: ServerConfig, timeout_s: float) -> None:
-        self._listener = bind(config)
-        self._server = _server(app, config, lambda: None)
-        self._thread = threading.Thread(target=self._run, name="rill-server", daemon=True)
+        listener = bind(config)
+        self.url = url_of(listener)
         self._timeout_s = timeout_s
+        self._server = _Server(app, config)
+        self.drain = self._server.drain
+        """What SIGTERM does: refuse new requests, end those in flight, stop. Returns at once."""
+        self._thread = threading.Thread(
+            target=self._server.run, args=([listener],), name="rill-server", daemon=True
+        )
         self._thread.start()
         deadline = time.monotonic() + timeout_s
         while not self._server.started:
@@ -138,41 +154,15 @@ class BackgroundServer:
             time.sleep(0.01)
 
     @property
-    def url(self) -> str:
-        return url_of(self._listener)
-
-    def drain(self) -> None:
-        """What SIGTERM does: refuse new requests, end those in flight, stop. Returns at once."""
-        loop = self._server._loop
-        assert loop is not None
-        loop.call_soon_threadsafe(self._server.begin_drain)
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
 
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(self._timeout_s)
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
 
     def __enter__(self) -> BackgroundServer:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
-            runner.run(self._server.serve(sockets=[self._listener]))
-
-
-def _server(app: Application, config: ServerConfig, on_started: Callable[[], None]) -> _DrainingServer:
-    settings = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,  # who speaks to us is the peer of the socket, whatever a header says
-        # Connections that stay open after the drain (idle keep-alive) must not hold the exit.
-        timeout_graceful_shutdown=5,
-    )
-    return _DrainingServer(settings, config.drain_timeout_s, on_started)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rill.inference.base import AdapterEngine, Engine, Feature, Guide, GuideKind, Request
-from rill.inference.server.config import ServerConfig
-from rill.inference.server.errors import ApiError, bad_request
+from rill.inference.base import Feature, Guide, GuideKind, Request
+from rill.inference.server.errors import bad_request
 from rill.inference.server.schemas import GenerationBody, SamplingBody
+from rill.inference.server.state import ServerState
 from rill.types import Picture, SamplingParams
 
 _MAX_STOPS = 64
@@ -33,69 +33,43 @@ def new_id(kind: str) -> str:
     return f"{kind}-{_RUN}{next(_NUMBERS):012x}"
 
 
-def served_names(engine: Engine, config: ServerConfig) -> list[str]:
-    """What clients may ask for: the base model, then the adapters that are loaded now."""
-    adapters = sorted(engine.adapters) if isinstance(engine, AdapterEngine) else []
-    return [config.model_name, *adapters]
-
-
-def resolve_model(name: str | None, engine: Engine, config: ServerConfig) -> str | None:
-    """The adapter that a model name stands for; None is the base model."""
-    if name is None or name == config.model_name:
-        return None
-    served = served_names(engine, config)
-    if name in served:
-        return name
-    raise ApiError(
-        404,
-        f"there is no model {name!r}: served are {', '.join(served)}",
-        param="model",
-        code="model_not_found",
-    )
-
-
-def num_top_logprobs(count: int | None, engine: Engine, param: str) -> int:
+def num_top_logprobs(count: int | None, state: ServerState, param: str) -> int:
     """How many of the likeliest tokens the engine is asked for."""
     if not count or count < 0:
         return 0
-    if Feature.TOP_LOGPROBS not in engine.features:
-        raise bad_request(
-            f"{param} is {count}: this engine reports the sampled token's log-probability only; use 0",
-            param,
-            "unsupported",
-        )
+    what = f"{param} is {count}: this engine reports the sampled token's log-probability only; use 0"
+    state.require(Feature.TOP_LOGPROBS, param, what)
     return count
 
 
-def guide_of(body: SamplingBody, engine: Engine) -> Guide | None:
+def _guide_of(body: SamplingBody, state: ServerState) -> Guide | None:
     """What response_format or structured_outputs asks for."""
-    wanted = [guide for guide in (_response_guide(body), _structured_guide(body)) if guide is not None]
-    if not wanted:
-        return None
-    if len(wanted) > 1:
+    response, structured = _response_guide(body), _structured_guide(body)
+    if response and structured:
         raise bad_request("give either response_format or structured_outputs", "structured_outputs")
-    if Feature.GUIDED not in engine.features:
-        raise bad_request("this engine has no guided decoding", wanted[0][0], "unsupported")
-    return wanted[0][1]
+    if response or structured:
+        param = "response_format" if response else "structured_outputs"
+        state.require(Feature.GUIDED, param, "this engine has no guided decoding")
+    return response or structured
 
 
-def _response_guide(body: SamplingBody) -> tuple[str, Guide] | None:
+def _response_guide(body: SamplingBody) -> Guide | None:
     form = body.response_format if isinstance(body, GenerationBody) else None
     kind = None if form is None else form.get("type")
     if form is None or kind == "text":
         return None
     if kind == "json_object":
-        return "response_format", _ANY_OBJECT
+        return _ANY_OBJECT
     inner = form.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if kind != "json_schema" or not isinstance(schema, dict):
         raise bad_request(
             "response_format is text, json_object, or json_schema with json_schema.schema", "response_format"
         )
-    return "response_format", Guide(kind=GuideKind.JSON_SCHEMA, text=json.dumps(schema))
+    return Guide(kind=GuideKind.JSON_SCHEMA, text=json.dumps(schema))
 
 
-def _structured_guide(body: SamplingBody) -> tuple[str, Guide] | None:
+def _structured_guide(body: SamplingBody) -> Guide | None:
     wanted = body.structured_outputs
     if wanted is None:
         return None
@@ -110,36 +84,33 @@ def _structured_guide(body: SamplingBody) -> tuple[str, Guide] | None:
             "structured_outputs holds one of json, regex, choice, grammar and json_object",
             "structured_outputs",
         )
-    return "structured_outputs", found[0]
+    return found[0]
 
 
 _ANY_OBJECT = Guide(kind=GuideKind.JSON_SCHEMA, text='{"type": "object"}')
 
 
 def build_requests(
+    state: ServerState,
     body: SamplingBody,
     prompts: Sequence[Sequence[int]],
     *,
     request_id: str,
     max_tokens: int | None,
-    engine: Engine,
-    config: ServerConfig,
     clamp_to_context: bool = False,
     num_top: int = 0,
     guide: Guide | None = None,
     pictures: tuple[Picture, ...] = (),
 ) -> list[Request]:
     """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i."""
-    adapter = resolve_model(body.model, engine, config)
-    guide = guide or guide_of(body, engine)
-    num_samples = body.n or 1
-    if num_samples * len(prompts) > config.max_samples:
-        raise bad_request(
-            f"{len(prompts)} prompts × n={num_samples} is more than {config.max_samples} samples", "n"
-        )
+    adapter = state.adapter_of(body.model)
+    guide = guide or _guide_of(body, state)
+    num_samples, most = body.n or 1, state.config.max_samples
+    if num_samples * len(prompts) > most:
+        raise bad_request(f"{len(prompts)} prompts × n={num_samples} is more than {most} samples", "n")
     requests = []
     for prompt_index, prompt in enumerate(prompts):
-        max_new_tokens = _max_new_tokens(len(prompt), max_tokens, engine.max_context, clamp_to_context)
+        max_new_tokens = _max_new_tokens(len(prompt), max_tokens, state.engine.max_context, clamp_to_context)
         token_ids = np.asarray(prompt, dtype=np.int32)
         for sample in range(num_samples):
             index = prompt_index * num_samples + sample
@@ -147,7 +118,7 @@ def build_requests(
                 Request(
                     id=f"{request_id}-{index}",
                     token_ids=token_ids,
-                    sampling=build_sampling(body, max_new_tokens, sample),
+                    sampling=_sampling(body, max_new_tokens, sample),
                     adapter=adapter,
                     cache_salt=body.cache_salt or "",
                     priority=body.priority,
@@ -159,30 +130,27 @@ def build_requests(
     return requests
 
 
-def build_sampling(body: SamplingBody, max_new_tokens: int, sample: int = 0) -> SamplingParams:
+def _sampling(body: SamplingBody, max_new_tokens: int, sample: int) -> SamplingParams:
     if body.min_tokens > max_new_tokens:
         raise bad_request(f"min_tokens is {body.min_tokens}, max_tokens only {max_new_tokens}", "min_tokens")
+    if len(body.stops) > _MAX_STOPS or not all(0 < len(stop) <= _MAX_STOP_CHARS for stop in body.stops):
+        wanted = f"up to {_MAX_STOPS} non-empty strings of at most {_MAX_STOP_CHARS} characters"
+        raise bad_request(f"stop takes {wanted}", "stop")
+    bias = body.logit_bias or {}
+    if wrong := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10)]:
+        raise bad_request(f"logit_bias keys are token ids, got {wrong[0][:64]!r}", "logit_bias")
     given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
         top_k=max(0, body.top_k or 0),
-        stop=stop_strings(body),
+        stop=body.stops,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
-        logit_bias=_logit_bias(body),
+        logit_bias={int(key): value for key, value in bias.items()},
         seed=None if body.seed is None else (body.seed + sample) % _SEED_RANGE,
         **given,
     )
-
-
-def stop_strings(body: SamplingBody) -> tuple[str, ...]:
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > _MAX_STOPS or any(not s or len(s) > _MAX_STOP_CHARS for s in stops):
-        raise bad_request(
-            f"stop takes up to {_MAX_STOPS} non-empty strings of at most {_MAX_STOP_CHARS} characters", "stop"
-        )
-    return tuple(stops)
 
 
 def _max_new_tokens(prompt_length: int, wanted: int | None, max_context: int, clamp: bool) -> int:
@@ -205,12 +173,3 @@ def _max_new_tokens(prompt_length: int, wanted: int | None, max_context: int, cl
             "context_length_exceeded",
         )
     return min(wanted, room)
-
-
-def _logit_bias(body: SamplingBody) -> dict[int, float]:
-    bias = {}
-    for key, value in (body.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and int(key) < 2**31):
-            raise bad_request(f"logit_bias keys are token ids, got {key[:64]!r}", "logit_bias")
-        bias[int(key)] = value
-    return bias

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.config import JsonDict
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Prompts = str | Annotated[list[str], Field(fail_fast=True)] | list[TokenId] | list[list[TokenId]]
 """Texts or token ids, one or several. What begins as no text is not looked at further as texts."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 HINTS = frozenset({
@@ -38,43 +38,24 @@ class Body(BaseModel):
         return {k: v for k, v in values.items() if k in known or not (v is None or k in HINTS)}
 
 
-class AnyBody(BaseModel):
-    """A request of another dialect (rill.data.dialects), which is translated before it is looked at."""
+class DialectBody(BaseModel):
+    """A request of another dialect (rill.data.dialects): what it needs at least. It is translated before the rest is
+    looked at."""
 
-    model_config = ConfigDict(extra="allow")
-
-
-_ITEMS: JsonDict = {"type": "array", "minItems": 1, "items": {"type": "object"}}
-_MESSAGE: JsonDict = {
-    "type": "object",
-    "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": "string"}},
-    "required": ["role", "content"],
-}
+    model_config = ConfigDict(strict=True, extra="allow")
 
 
-class ResponsesBody(AnyBody):
-    """What OpenAI's Responses needs at least, for the API's own description."""
+class ResponsesBody(DialectBody):
+    """POST /v1/responses"""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "properties": {"input": {"anyOf": [{"type": "string"}, _ITEMS]}},
-            "required": ["input"],
-        }
-    )
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
-class MessagesBody(AnyBody):
-    """What Anthropic's messages need at least."""
+class MessagesBody(DialectBody):
+    """POST /v1/messages"""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "properties": {
-                "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
-                "max_tokens": {"type": "integer", "minimum": 1},
-            },
-            "required": ["messages", "max_tokens"],
-        }
-    )
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
 
 
 class StructuredOutputs(Body):
@@ -101,9 +82,7 @@ class SamplingBody(Body):
     repetition_penalty: float | None = Field(default=None, gt=0, le=1000)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None
-    ) = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
     structured_outputs: StructuredOutputs | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
@@ -114,6 +93,10 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool = False
     cache_salt: str | None = None
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class StreamOptions(Body):

@@ -6,21 +6,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from rill.data.tool_calls import ToolSyntax
-from rill.inference.base import Engine
+from rill.data.tool_calls import SYNTAXES, detect_syntax
+from rill.inference.base import AdapterEngine, Engine, Feature
 from rill.inference.server.auth import KeyRing
 from rill.inference.server.config import ServerConfig
-from rill.inference.server.errors import ApiError
+from rill.inference.server.errors import ApiError, bad_request
 from rill.inference.server.generation import Generation
 from rill.inference.server.limits import Admission
 from rill.inference.server.metrics import Metrics
+from rill.inference.server.reasoning import is_taught
 from rill.inference.server.text import TextCodec
+from rill.inference.server.weights import WeightInbox
 
 if TYPE_CHECKING:
-    from rill.inference.server.weights import WeightInbox
     from rill.models.loading import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -28,34 +28,52 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(slots=True, kw_only=True)
 class ServerState:
-    engine: Engine
-    codec: TextCodec
-    tool_syntax: ToolSyntax
-    """How this model writes tool calls."""
-    has_reasoning: bool
-    """Its answers may begin with a block of reasoning."""
-    config: ServerConfig
-    keys: KeyRing
-    admission: Admission
-    metrics: Metrics
-    generation: Generation
-    model: ModelConfig | None
-    """What the engine was loaded from: new weights are compared with it, and /reload_weights goes back to it."""
-    started_at: int = field(default_factory=lambda: int(time.time()))
-    admin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    is_paused: bool = False
-    is_asleep: bool = False
-    inbox: WeightInbox | None = None
-    """Made by the first update: the parent of replicas needs no torch until then."""
+    def __init__(
+        self, engine: Engine, codec: TextCodec, config: ServerConfig, model: ModelConfig | None
+    ) -> None:
+        self.engine, self.codec, self.config, self.model = engine, codec, config, model
+        self.tool_syntax = SYNTAXES.get(config.tool_syntax) or detect_syntax(codec.chat_template)
+        """How this model writes tool calls."""
+        taught = config.reasoning == "auto" and is_taught(codec.chat_template)
+        self.has_reasoning = config.reasoning == "think" or taught
+        """Its answers may begin with a block of reasoning."""
+        self.keys = KeyRing(config)
+        self.admission = Admission(config.max_concurrent)
+        self.metrics = Metrics()
+        self.generation = Generation(engine, self.metrics, config.request_timeout_s, config.stream_interval_s)
+        self.inbox = WeightInbox(engine, model)
+        self.started_at = int(time.time())
+        self.is_paused = self.is_asleep = False
+        self._acting = asyncio.Lock()
+
+    @property
+    def served_names(self) -> list[str]:
+        """What clients may ask for: the base model, then the adapters that are loaded now."""
+        adapters = sorted(self.engine.adapters) if isinstance(self.engine, AdapterEngine) else []
+        return [self.config.model_name, *adapters]
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a model's name stands for; None is the base model."""
+        if model is None or model == self.config.model_name:
+            return None
+        served = self.served_names
+        if model in served:
+            return model
+        message = f"there is no model {model!r}: served are {', '.join(served)}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    def require(self, feature: Feature, param: str, message: str) -> None:
+        """400 with this message where the engine lacks what `param` asks for."""
+        if feature not in self.engine.features:
+            raise bad_request(message, param, "unsupported")
 
     async def act(self, what: str, work: Callable[[], T]) -> T:
         """In a thread, one thing at a time. What has begun is never left half done: a caller that leaves or a deadline
         that passes ends the waiting, not the work, and the next one waits for its end."""
 
         async def alone() -> T:
-            async with self.admin_lock:
+            async with self._acting:
                 return await asyncio.to_thread(work)
 
         running, limit = asyncio.ensure_future(alone()), self.config.admin_timeout_s

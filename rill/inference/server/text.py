@@ -171,8 +171,8 @@ class TextStream:
 
     def __init__(self, codec: TextCodec, body: SamplingBody, kept_ids: frozenset[int] = frozenset()) -> None:
         """`kept_ids`: special tokens that are text all the same."""
-        self._stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        skip_special_tokens, self._include_stop = body.skip_special_tokens, body.include_stop_str_in_output
+        self._stop, self._include_stop = body.stops, body.include_stop_str_in_output
+        skip_special_tokens = body.skip_special_tokens
         self._detokenizer = IncrementalDetokenizer(
             lambda ids, skip: codec.decode(ids, skip_special_tokens=skip),
             skip_special_tokens=skip_special_tokens and not kept_ids,
