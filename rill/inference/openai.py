@@ -20,8 +20,7 @@ from pydantic import Field
 
 from rill.errors import ConfigError, EngineError
 from rill.inference.base import Feature, Request
-from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
-from rill.inference.remote_http import ServerHttp
+from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine, ServerHttp
 from rill.types import StopReason
 
 if TYPE_CHECKING:

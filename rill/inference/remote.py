@@ -1,4 +1,4 @@
-"""What the HTTP adapters share: an Engine whose requests are streams from a server (remote_http.py speaks to it).
+"""What the HTTP adapters share: an Engine whose requests are streams from a server, and how that is spoken to.
 
 A stream that is cut short is closed: servers abort what nobody reads. flight_engine.py has all the rest. A subclass
 gives `_stream` and, where its server can, `_load_weights`, `_score_one`, `_flush` and the memory calls.
@@ -6,21 +6,22 @@ gives `_stream` and, where its server can, `_load_weights`, `_score_one`, `_flus
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import numpy as np
 from pydantic import Field
 
 from rill.config import PartConfig
-from rill.errors import EngineError
+from rill.errors import AccessError, EngineError, PeerDiedError, RequestError
 from rill.inference.base import Completion, Delta, Request
 from rill.inference.flight import Flight
 from rill.inference.flight_engine import FlightEngine
-from rill.inference.remote_http import ServerHttp
 from rill.types import StopReason
 
 
@@ -35,6 +36,85 @@ class RemoteConfig(PartConfig):
     """Requests open at one time."""
     connect_timeout_s: float = Field(default=30.0, gt=0)
     """To reach the server, in seconds."""
+
+
+class ServerHttp:
+    """A server's refusals as rill's errors: a 4xx is the request's mistake (RequestError), everything else that is not
+    success an EngineError; what the network does is a PeerDiedError."""
+
+    def __init__(self, name: str, config: RemoteConfig, transport: httpx.AsyncBaseTransport | None) -> None:
+        self.name = name
+        self.url = config.url.rstrip("/")
+        most = config.max_concurrent
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers=bearer(os.environ.get(config.api_key_variable, "")),
+            transport=transport,
+            # Generation may take as long as it takes; only connecting has a limit of its own.
+            timeout=httpx.Timeout(None, connect=config.connect_timeout_s),
+            limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+        )
+
+    async def get(self, path: str) -> Any | None:
+        """The JSON there, or None where the server has no such route."""
+        with self._reached():
+            response = await self._client.get(path)
+        return response.json() if response.status_code == 200 else None
+
+    async def post(
+        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> Any:
+        """The JSON that comes back, or the text where it is none. `headers` go over the client's own."""
+        with self._reached():
+            response = await self._client.post(path, json=body, headers=headers)
+        self._raise_for_status(path, response.status_code, response.text)
+        with suppress(ValueError):
+            return response.json()
+        return response.text
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The server-sent events of a POST, decoded, up to [DONE]."""
+        with self._reached():
+            async with self._client.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    text = (await response.aread()).decode("utf-8", "replace")
+                    self._raise_for_status(path, response.status_code, text)
+                async for line in response.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == "[DONE]":
+                        return
+                    event = json.loads(data)
+                    if "error" in event and "choices" not in event:
+                        raise self._event_error(event["error"])
+                    yield event
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.TransportError as error:
+            raise PeerDiedError(f"{self.name} at {self.url}: {type(error).__name__}: {error}") from error
+
+    def _event_error(self, error: Any) -> Exception:
+        """A stream has its status line behind it: vLLM, SGLang and rill put the reason into an event."""
+        message = f"{self.name}: {json.dumps(error)[:500]}"
+        code = error.get("code") if isinstance(error, dict) else None
+        is_ours = isinstance(code, int) and 400 <= code < 500 and code != 429
+        is_ours |= isinstance(error, dict) and error.get("type") == "invalid_request_error"
+        return RequestError(message) if is_ours else EngineError(message)
+
+    def _raise_for_status(self, path: str, status: int, text: str) -> None:
+        if status < 400:
+            return
+        message = f"{self.name}: {path} answered {status}: {text[:500]}"
+        if status in (401, 403):
+            raise AccessError(message)
+        raise RequestError(message) if status < 500 and status != 429 else EngineError(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +137,7 @@ class RemoteEngine(FlightEngine):
     def __init__(
         self, config: RemoteConfig, name: str, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        self._http = ServerHttp(
-            name,
-            config.url,
-            headers=bearer(os.environ.get(config.api_key_variable, "")),
-            max_concurrent=config.max_concurrent,
-            connect_timeout_s=config.connect_timeout_s,
-            transport=transport,
-        )
+        self._http = ServerHttp(name, config, transport)
         super().__init__(name, f"{name} at {self._http.url}")
 
     def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:

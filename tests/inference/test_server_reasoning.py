@@ -57,11 +57,12 @@ def test_streamed_calls_add_up_to_what_was_written(name: str, size: int) -> None
     assert "".join(content for content, _ in parts).strip() == "Well."
     told = [delta for _, deltas in parts for delta in deltas]
     expected = [("add", {"a": 1})] if name == "qwen_xml" else [("add", ARGUMENTS[0]), ("say", ARGUMENTS[1])]
-    assert sorted({delta.index for delta in told}) == list(range(len(expected)))
+    assert sorted({delta["index"] for delta in told}) == list(range(len(expected)))
     for index, (called, arguments) in enumerate(expected):
-        mine = [delta for delta in told if delta.index == index]
-        assert mine[0].name == called and mine[0].id is not None and all(d.id is None for d in mine[1:])
-        assert json.loads("".join(delta.arguments for delta in mine)) == arguments
+        mine = [delta for delta in told if delta["index"] == index]
+        assert mine[0]["function"]["name"] == called and mine[0]["id"] is not None
+        assert not any("id" in delta or "name" in delta["function"] for delta in mine[1:])
+        assert json.loads("".join(delta["function"]["arguments"] for delta in mine)) == arguments
     if size == 1 and name == "hermes":
         assert len(told) > 20, "the arguments came whole"
 

@@ -127,6 +127,17 @@ def test_a_replica_that_joins_late_gets_the_weights_and_the_pause(router: Router
         router.update_weights([], version)
 
 
+def test_a_replica_that_joins_after_a_rewind_is_rewound_too(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+    router.update_weights([("a", torch.ones(3))], PolicyVersion(router.version + 1))
+    router.rewind()
+    router.slots[0].running.kill()
+    wait_for(lambda: ready(router) == 1)
+    wait_for(lambda: ready(router) == 2)
+    router.update_weights([("a", torch.ones(3))], PolicyVersion(1))
+    assert [slot.running.version for slot in router.slots] == [1, 1]
+
+
 def test_a_callback_that_raises_stops_neither_its_request_nor_its_replica(router: Router) -> None:
     wait_for(lambda: ready(router) == 2)
 
@@ -170,8 +181,8 @@ def test_a_replica_that_cannot_be_made_like_the_others_is_not_left_behind(
     wait_for(lambda: ready(router) == 2)
     started: list[ReplicaProcess] = []
 
-    def refuse(slot: Any) -> None:
-        started.append(slot.running)
+    def refuse(replica: ReplicaProcess) -> None:
+        started.append(replica)
         if len(started) == 1:
             raise WeightSyncError("not like the others")
 
@@ -280,7 +291,7 @@ def test_an_adapter_reaches_all_replicas_and_those_that_come_late(router: Router
     with pytest.raises(ModelError, match="holds no PEFT adapter"):
         router.load_adapter("other", tmp_path)
     router.unload_adapter("math")
-    assert not router.adapters and not list(router._spill.path.glob("adapter-*"))
+    assert not router.adapters and not list(router._spill.path.glob(f"*/{ADAPTER_FILES[0]}"))
 
 
 def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:

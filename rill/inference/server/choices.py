@@ -12,7 +12,7 @@ import msgspec
 
 from rill.inference.base import Completion
 from rill.inference.server.generation import Piece, finite
-from rill.inference.server.text import TextCodec
+from rill.inference.server.text import Memo, TextCodec
 from rill.types import Floats, StopReason
 
 _FINISH = {
@@ -100,15 +100,7 @@ def _told(
     return names, finite(logprobs), itertools.repeat(None) if texts is None else map(_bytes_as_json, texts)
 
 
-class _Names(dict[int, str]):
-    """Written once each, of a vocabulary; after that a lookup without a call of Python's."""
-
-    def __missing__(self, token_id: int) -> str:
-        name = self[token_id] = f"token_id:{token_id}"
-        return name
-
-
-_NAMES = _Names()
+_NAMES = Memo(lambda token_id: f"token_id:{token_id}")
 
 
 def token_names(token_ids: Sequence[int]) -> list[str]:

@@ -140,7 +140,7 @@ class Samples:
         self._error: ApiError | None = None
         # One timer for all of it: a timeout around every wait would cost a task each.
         loop, limit = asyncio.get_running_loop(), owner.timeout_s
-        self._deadline = None if limit is None else loop.call_later(limit, self._give_up, _too_late(limit))
+        self._deadline = None if limit is None else loop.call_later(limit, self._be_late, limit)
         self._watcher = loop.create_task(self._watch(receive))
 
     def deliver(self, news: Sequence[News]) -> None:
@@ -212,14 +212,14 @@ class Samples:
         self._error = error
         self._wake.set()
 
+    def _be_late(self, limit_s: float) -> None:
+        message = f"the request took longer than {limit_s} s and was given up"
+        self._give_up(ApiError(408, message, code="timeout"))
+
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._give_up(ApiError(499, "the client went away"))
-
-
-def _too_late(timeout_s: float) -> ApiError:
-    return ApiError(408, f"the request took longer than {timeout_s} s and was given up", code="timeout")
 
 
 def finite(logprobs: Floats) -> list[float]:

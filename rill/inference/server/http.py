@@ -63,7 +63,7 @@ class Call:
 
 
 Handler = Callable[..., Any]
-"""Gives a Response. For administration it is a plain function that gives the JSON; see `ServerState.act`."""
+"""Gives what is told as JSON, or a Response. For administration it is a plain function: see `ServerState.act`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Endpoint:
 
 
 class Routes(list[Endpoint]):
-    """The handlers of one module: `async def handler(call[, body])`, or `def handler(state[, body])` (administration)."""
+    """The handlers of one module: `async def handler(call[, body])`; administration: `def handler(state[, body])`."""
 
     def _add(
         self, method: str, path: str, access: Access, tell: Tell | None = None
@@ -121,8 +121,8 @@ class Application:
     def openapi(self) -> dict[str, Any]:
         return describe(self._described)
 
-    async def _describe(self, call: Call) -> Response:
-        return json_response(self.openapi())
+    async def _describe(self, call: Call) -> dict[str, Any]:
+        return self.openapi()
 
     async def _show(self, call: Call) -> Response:
         return Response(PAGE, media_type="text/html")
@@ -149,11 +149,11 @@ class Application:
             state.keys.check_admin(request)
         body = () if endpoint.body is None else (await self._body(endpoint, request),)
         if endpoint.access is Access.ADMIN:
-            work = partial(endpoint.handler, state, *body)
-            return json_response(await state.act(endpoint.path.strip("/"), work))
-        call = Call(state=state, http=request, caller=caller, name=name)
-        response: Response = await endpoint.handler(call, *body)
-        return response
+            answer = await state.act(endpoint.path.strip("/"), partial(endpoint.handler, state, *body))
+        else:
+            call = Call(state=state, http=request, caller=caller, name=name)
+            answer = await endpoint.handler(call, *body)
+        return answer if isinstance(answer, Response) else json_response(answer)
 
     def _find(self, method: str, path: str) -> tuple[Endpoint, str]:
         by_method, name = self._by_path.get(path), ""

@@ -3,8 +3,8 @@
     caretaker thread: asks every replica for its stats, ends those that do not answer, starts dead ones again
     on_all:           the same call on every ready replica at once; one that dies meanwhile catches up when it is back
 
-What is the same for all (weights, adapters, pause, released memory) is remembered, so that a replica that comes late
-can be brought to where the others are before it takes a request.
+What made all the same (weights, adapters, pause, released memory) is remembered and told to a replica that comes late,
+before it takes a request.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -71,10 +72,14 @@ class Slot:
     """The place of one replica, whatever process fills it."""
 
     index: int
-    state: SlotState = SlotState.STARTING
+    state: SlotState = SlotState.DEAD
     replica: ReplicaProcess | None = None
-    num_failed_starts: int = 0
+    """Of a slot that has been ready."""
     num_starts: int = 0
+    num_failed_starts: int = 0
+    """Since it was ready."""
+    failure: Exception | None = None
+    """Of the last start."""
 
     @property
     def running(self) -> ReplicaProcess:
@@ -83,9 +88,21 @@ class Slot:
         return self.replica
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A call that made the replicas what they are."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    folder: Path | None
+    """What it reads. A copy: its source may be gone or changed by the time that a late joiner reads it."""
+
+
 class ReplicaSet:
     """Base of the router. Returns from construction when all replicas are loaded. `lock` guards the slots' states, and
     whatever else the router keeps."""
+
+    version = PolicyVersion(0)
 
     def __init__(self, engine: PartConfig, config: RouterConfig) -> None:
         self.config = config
@@ -95,23 +112,31 @@ class ReplicaSet:
         self.slots = [Slot(index) for index in range(config.num_replicas)]
         self._telling = threading.Lock()
         """Held while all are told something, and while a late joiner is told everything: it misses nothing."""
-        self._pause: PauseMode | None = None
-        self._released: MemoryLevel | None = None
-        self._updates: list[tuple[Checkpoint, PolicyVersion, bool]] = []
-        """The last whole update and the partial ones after it."""
-        self._adapters: dict[str, Path] = {}
-        """By name, each a copy: its source may be gone or changed by the time that a late joiner reads it."""
-        self.version = PolicyVersion(0)
-        self.features: frozenset[Feature] = frozenset()
-        self.max_context = 0
-        self.vocab_size: int | None = None
+        self._told: dict[tuple[str, str], _Told] = {}
+        """By method, and the adapter or version that it is about; in the order in which a late joiner is told."""
         self.is_closed = False
         self._spill = ScratchFolder("replicas")
         self._cluster = Cluster()
         self._pool = ThreadPoolExecutor(config.num_replicas + 2, thread_name_prefix="router")
-        self._start_all()
         self._caretaker = threading.Thread(target=self._take_care, name="router-caretaker", daemon=True)
         self._caretaker.start()
+        self._wait_for_all()
+        facts = [slot.running.facts for slot in self.slots]
+        self.features: frozenset[Feature] = frozenset.intersection(*(f.features for f in facts))
+        self.max_context = min(f.max_context for f in facts)
+        self.vocab_size = facts[0].vocab_size
+
+    def _wait_for_all(self) -> None:
+        """One that does not load at first would not load later."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(slot.state is SlotState.READY or slot.failure for slot in self.slots),
+                self.config.start_timeout_s + 30.0,
+            )
+            missing = [slot.failure for slot in self.slots if slot.state is not SlotState.READY]
+        if missing:
+            self.close()
+            raise missing[0] or EngineError(f"no engine within {self.config.start_timeout_s} s")
 
     def _on_news(self, deltas: list[Delta], ends: list[End]) -> None:
         """A replica reports."""
@@ -119,21 +144,12 @@ class ReplicaSet:
     def _on_loss(self, replica: ReplicaProcess, reason: PeerDiedError) -> None:
         """A replica is gone, and its slot knows."""
 
-    def _on_ready(self) -> None:
-        """A replica is back."""
-
     def _on_round(self) -> None:
-        """After every health check."""
+        """After every health check, and when a replica is back."""
 
     @property
     def adapters(self) -> frozenset[str]:
-        return frozenset(self._adapters)
-
-    @property
-    def is_hopeless(self) -> bool:
-        """No replica is alive, and none will be started again."""
-        with self.lock:
-            return all(s.state is SlotState.GIVEN_UP for s in self.slots)
+        return frozenset(name for method, name in list(self._told) if method == "load_adapter")
 
     def ready(self) -> list[Slot]:
         with self.lock:
@@ -161,134 +177,91 @@ class ReplicaSet:
 
     def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
         with self._telling:
-            self._pause = mode
-            self.on_all("pause", mode, timeout_s, timeout_s=timeout_s + 5.0)
+            self._tell("pause", mode, timeout_s, timeout_s=timeout_s + 5.0)
 
     def resume(self) -> None:
         with self._telling:
-            self._pause = None
+            self._forget("pause")
             self.on_all("resume")
 
     def release(self, level: MemoryLevel) -> None:
         with self._telling:
-            self.on_all("release", level, timeout_s=MOVE_TIMEOUT_S)
-            self._released = level
+            self._tell("release", level, timeout_s=MOVE_TIMEOUT_S)
 
     def restore(self) -> None:
         with self._telling:
-            self._released = None
+            self._forget("release")
             self.on_all("restore", timeout_s=MOVE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         """All replicas read the same files at once. The files stay until the next whole update, for late joiners."""
         if version <= self.version:
             raise WeightSyncError(f"version {version} is not newer than {self.version}")
-        checkpoint = tensors
-        if not isinstance(checkpoint, Checkpoint):
-            checkpoint = Checkpoint.write(tensors, self._spill.path / f"{version}.safetensors")
-        with self._telling:
+        with self._new_folder() as folder, self._telling:
+            checkpoint = tensors
+            if not isinstance(checkpoint, Checkpoint):
+                checkpoint = Checkpoint.write(tensors, folder / "model.safetensors")
+            told = _Told((checkpoint, version), {"partial": partial, "timeout_s": MOVE_TIMEOUT_S}, folder)
             try:
-                self.on_all("update_weights", checkpoint, version, partial=partial, timeout_s=MOVE_TIMEOUT_S)
+                self.on_all("update_weights", *told.args, **told.kwargs)
             except RillError as error:
                 behind = [slot for slot in self.ready() if slot.running.version != version]
                 if len(behind) == len(self.ready()):
-                    self._drop(checkpoint)
                     raise
                 # Some have it: it is the version in service, and the others come to it like any late joiner.
                 log.warning("a replica did not take version %d and is started again: %s", version, error)
                 for slot in behind:
                     slot.running.kill()
                     self._set_dead(slot)
-            dropped, kept = ([], self._updates) if partial else (self._updates, [])
-            self._updates = [*kept, (checkpoint, version, partial)]
+            for method, about in [] if partial else list(self._told):
+                if method in ("update_weights", "rewind"):
+                    self._forget(method, about)
+            self._told["update_weights", str(version)] = told
             self.version = version
-        for old, _, _ in dropped:
-            self._drop(old)
 
     def rewind(self) -> None:
         with self._telling:
-            self.on_all("rewind")
+            self._tell("rewind")
             self.version = PolicyVersion(0)
 
-    def _drop(self, checkpoint: Checkpoint) -> None:
-        """Remove the files, where they are our own."""
-        for shard in checkpoint.shards:
-            if shard.parent == self._spill.path:
-                shard.unlink(missing_ok=True)
-
     def load_adapter(self, name: str, source: str | Path) -> None:
-        """All replicas read one copy, which stays for late joiners."""
-        copy = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._spill.path))
-        try:
-            for file in ADAPTER_FILES:
-                shutil.copyfile(Path(source) / file, copy / file)
-        except (OSError, ValueError) as error:
-            shutil.rmtree(copy)
-            raise ModelError(f"{source} holds no PEFT adapter that can be read: {error}") from error
-        with self._telling:
+        with self._new_folder() as folder, self._telling:
             try:
-                self.on_all("load_adapter", name, str(copy), timeout_s=MOVE_TIMEOUT_S)
-            except BaseException:
-                shutil.rmtree(copy)
-                raise
-            self._forget_adapter(name)
-            self._adapters[name] = copy
+                for file in ADAPTER_FILES:
+                    shutil.copyfile(Path(source) / file, folder / file)
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{source} holds no PEFT adapter that can be read: {error}") from error
+            self._tell("load_adapter", name, str(folder), timeout_s=MOVE_TIMEOUT_S, about=name, folder=folder)
 
     def unload_adapter(self, name: str) -> None:
         with self._telling:
             self.on_all("unload_adapter", name)
-            self._forget_adapter(name)
+            self._forget("load_adapter", name)
 
-    def _forget_adapter(self, name: str) -> None:
-        if (copy := self._adapters.pop(name, None)) is not None:
-            shutil.rmtree(copy)
+    @contextmanager
+    def _new_folder(self) -> Iterator[Path]:
+        """For what all replicas read; gone where the block fails."""
+        folder = Path(tempfile.mkdtemp(dir=self._spill.path))
+        try:
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+
+    def _tell(
+        self, method: str, *args: Any, about: str = "", folder: Path | None = None, **kwargs: Any
+    ) -> None:
+        """Tell all, and whoever comes late. The same of before is forgotten."""
+        self.on_all(method, *args, **kwargs)
+        self._forget(method, about)
+        self._told[method, about] = _Told(args, kwargs, folder)
+
+    def _forget(self, method: str, about: str = "") -> None:
+        told = self._told.pop((method, about), None)
+        if told is not None and told.folder is not None:
+            shutil.rmtree(told.folder)
 
     # --- care --------------------------------------------------------------------------------------------
-
-    def _start_all(self) -> None:
-        futures = [self._pool.submit(self._start, slot) for slot in self.slots]
-        errors = [e for f in futures if (e := f.exception(self.config.start_timeout_s + 30.0)) is not None]
-        if errors:
-            for slot in self.slots:
-                if slot.replica is not None:
-                    slot.replica.kill()
-            self._cluster.close()
-            self._spill.close()
-            raise errors[0]
-        facts = [slot.running.facts for slot in self.slots]
-        self.features = frozenset.intersection(*(f.features for f in facts))
-        self.max_context = min(f.max_context for f in facts)
-        self.vocab_size, self.version = facts[0].vocab_size, facts[0].version
-        for slot in self.slots:
-            slot.state = SlotState.READY
-
-    def _start(self, slot: Slot) -> None:
-        slot.num_starts += 1
-        slot.replica = ReplicaProcess(
-            self._config_of(slot),
-            cluster=self._cluster,
-            name=f"replica-{slot.index}-{slot.num_starts}",
-            placement=self._placement(slot.index),
-            start_timeout_s=self.config.start_timeout_s,
-            on_news=self._on_news,
-            on_death=self._on_death,
-        )
-
-    def _placement(self, index: int) -> Placement:
-        """In turn over the devices that were named, or over all."""
-        if not self.config.devices:
-            return self._cluster.devices[index % len(self._cluster.devices)].id
-        named = self.config.devices[index % len(self.config.devices)]
-        return [[int(number) for number in named.split(",")]]
-
-    def _config_of(self, slot: Slot) -> PartConfig:
-        """Each with a seed of its own, where engines have one: two replicas that are asked the same must not draw the
-        same, nor one the same again after a restart."""
-        config = self._engine_config
-        if "seed" not in type(config).model_fields:
-            return config
-        offset = slot.index + len(self.slots) * (slot.num_starts - 1)
-        return config.model_copy(update={"seed": config.model_dump()["seed"] + offset})
 
     def _take_care(self) -> None:
         while True:
@@ -303,7 +276,7 @@ class ReplicaSet:
                 for slot in dead:
                     slot.state = SlotState.STARTING
             for slot in dead:
-                threading.Thread(target=self._restart, args=(slot,), daemon=True).start()
+                threading.Thread(target=self._fill, args=(slot,), daemon=True).start()
             self._check_health()
             self._on_round()
 
@@ -326,49 +299,61 @@ class ReplicaSet:
             if not alive.get(slot.index):
                 self._set_dead(slot)
 
-    def _restart(self, slot: Slot) -> None:
-        before = slot.replica
+    def _fill(self, slot: Slot) -> None:
+        """Start a process in the slot, and make it like the others before it takes a request."""
+        replica = None
+        slot.num_starts += 1
         try:
-            self._start(slot)
+            replica = ReplicaProcess(
+                self._config_of(slot),
+                cluster=self._cluster,
+                name=f"replica-{slot.index}-{slot.num_starts}",
+                placement=self._placement(slot.index),
+                start_timeout_s=self.config.start_timeout_s,
+                on_news=self._on_news,
+                on_death=self._on_death,
+            )
             with self._telling:
-                self._catch_up(slot)
-                with self.lock:
-                    is_late = self.is_closed
-                    if not is_late:
-                        slot.state = SlotState.READY
-                        slot.num_failed_starts = 0
-            if is_late:
-                slot.running.close()
-                return
+                self._catch_up(replica)
+                with self._changed:
+                    if self.is_closed:
+                        raise EngineError("the router is closed")
+                    slot.replica, slot.state, slot.num_failed_starts = replica, SlotState.READY, 0
+                    self._changed.notify_all()
         except (RillError, OSError) as error:
-            if slot.replica is not None and slot.replica is not before:
-                slot.replica.kill()  # loaded, but not like the others: it must not keep a device's memory
+            if replica is not None:
+                replica.kill()  # loaded, but not like the others: it must not keep a device's memory
             if self.is_closed:
                 return
             slot.num_failed_starts += 1
             log.error("replica %d did not start (%d): %s", slot.index, slot.num_failed_starts, error)
             given_up = slot.num_failed_starts >= self.config.max_failed_starts
             with self._changed:
-                slot.state = SlotState.GIVEN_UP if given_up else SlotState.DEAD
+                slot.failure, slot.state = error, SlotState.GIVEN_UP if given_up else SlotState.DEAD
                 self._changed.notify_all()
             return
-        log.info("replica %d is back", slot.index)
-        self._on_ready()
+        log.info("replica %d is ready", slot.index)
+        self._on_round()
 
-    def _catch_up(self, slot: Slot) -> None:
-        """Make a fresh replica like the others: weights and adapters first, then pause and released memory."""
-        tell = slot.running.call
-        for checkpoint, version, partial in self._updates:
-            tell("update_weights", checkpoint, version, partial=partial, timeout_s=MOVE_TIMEOUT_S)
-        for name, folder in self._adapters.items():
-            tell("load_adapter", name, str(folder), timeout_s=MOVE_TIMEOUT_S)
-        if slot.running.version != self.version:
-            message = f"the replica has version {slot.running.version}, the others {self.version}"
-            raise WeightSyncError(message)
-        if self._pause is not None:
-            tell("pause", self._pause)
-        if self._released is not None:
-            tell("release", self._released, timeout_s=MOVE_TIMEOUT_S)
+    def _catch_up(self, replica: ReplicaProcess) -> None:
+        for (method, _), told in self._told.items():
+            replica.call(method, *told.args, **told.kwargs)
+
+    def _placement(self, index: int) -> Placement:
+        """In turn over the devices that were named, or over all."""
+        if not self.config.devices:
+            return self._cluster.devices[index % len(self._cluster.devices)].id
+        named = self.config.devices[index % len(self.config.devices)]
+        return [[int(number) for number in named.split(",")]]
+
+    def _config_of(self, slot: Slot) -> PartConfig:
+        """Each with a seed of its own, where engines have one: two replicas that are asked the same must not draw the
+        same, nor one the same again after a restart."""
+        config = self._engine_config
+        if "seed" not in type(config).model_fields:
+            return config
+        offset = slot.index + len(self.slots) * (slot.num_starts - 1)
+        return config.model_copy(update={"seed": config.model_dump()["seed"] + offset})
 
     def _on_death(self, replica: ReplicaProcess, reason: PeerDiedError) -> None:
         with self.lock:

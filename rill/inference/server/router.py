@@ -27,7 +27,7 @@ from rill.inference.replica import ReplicaProcess
 from rill.inference.replica_worker import End
 from rill.inference.requests import Generates, check_ids, check_request
 from rill.inference.server.prefix_index import PrefixIndex
-from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
+from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot, SlotState
 from rill.inference.tally import total
 from rill.types import Floats, PolicyVersion, TokenIds
 
@@ -218,19 +218,17 @@ class Router(Generates, ReplicaSet):
                 flight.replica.num_in_flight -= 1
         flight.finish(outcome)
 
-    def _on_ready(self) -> None:
-        with self.lock:
-            waiting, self._waiting = self._waiting, []
-        self._dispatch(waiting)
-
     def _on_round(self) -> None:
-        """Requests that no replica has taken for too long, or that none ever will, fail."""
+        """What waits goes to a replica that is back; what has waited too long, or would wait forever, fails."""
         with self.lock:
             limit = time.monotonic() - self.config.start_timeout_s
-            late = [f for f in self._waiting if self.is_hopeless or f.parked_at < limit]
-            self._waiting = [f for f in self._waiting if f not in late]
+            is_hopeless = all(slot.state is SlotState.GIVEN_UP for slot in self.slots)
+            late = [f for f in self._waiting if is_hopeless or f.parked_at < limit]
+            waiting = [f for f in self._waiting if f not in late] if self.ready() else []
+            self._waiting = [f for f in self._waiting if f not in late and f not in waiting]
         for flight in late:
             self._end(flight, EngineError("no replica is alive to take this request"))
+        self._dispatch(waiting)
 
 
 def _recorded(flight: Flight) -> Request:

@@ -61,16 +61,16 @@ async def liveness(call: Call) -> Response:
 
 
 @routes.get("/version", Access.OPEN)
-async def version(call: Call) -> Response:
-    return json_response({"version": __version__})
+async def version(call: Call) -> dict[str, Any]:
+    return {"version": __version__}
 
 
 @routes.post("/abort_requests", Access.CLIENT)
-async def abort_requests(call: Call, body: AbortBody) -> Response:
+async def abort_requests(call: Call, body: AbortBody) -> dict[str, Any]:
     """End the caller's own requests, by the name it gave them (`request_id`) or by their answers' ids. They are
     answered with what they have, and finish_reason "abort"."""
     num_aborted = await call.state.generation.abort([(call.caller, name) for name in body.request_ids])
-    return json_response({"status": "ok", "aborted": num_aborted})
+    return {"status": "ok", "aborted": num_aborted}
 
 
 @routes.post("/pause", Access.ADMIN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -18,7 +19,7 @@ from rill.inference.server.answers import OpenAIAnswer, respond
 from rill.inference.server.choices import completion_logprobs
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples
-from rill.inference.server.http import Access, Call, Routes, json_response
+from rill.inference.server.http import Access, Call, Routes
 from rill.inference.server.sampling import build_requests, num_top_logprobs
 from rill.inference.server.schemas import CompletionBody, EmbeddingsBody, Prompts
 from rill.inference.server.state import ServerState
@@ -39,7 +40,7 @@ async def create_completion(call: Call, body: CompletionBody) -> Response:
 
 
 @routes.post("/v1/embeddings", Access.CLIENT)
-async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
+async def create_embeddings(call: Call, body: EmbeddingsBody) -> dict[str, Any]:
     state, engine = call.state, call.state.engine
     if state.adapter_of(body.model) is not None:
         raise bad_request("embeddings come from the base model only", "model", "unsupported")
@@ -60,7 +61,7 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
     ]
     usage = {"prompt_tokens": count, "total_tokens": count}
     model = body.model or state.config.model_name
-    return json_response({"object": "list", "model": model, "data": data, "usage": usage})
+    return {"object": "list", "model": model, "data": data, "usage": usage}
 
 
 async def _encode_all(
@@ -87,7 +88,7 @@ class _Answer(OpenAIAnswer):
         super().__init__(state, body, prompts)
         self.body: CompletionBody = body
         self._num_samples = body.n or 1
-        self._texts: dict[int, TextStream] = {}
+        self._texts: defaultdict[int, TextStream] = defaultdict(lambda: TextStream(state.codec, body))
         """By sample, once it has begun."""
 
     def requests(self) -> list[EngineRequest]:
@@ -119,22 +120,16 @@ class _Answer(OpenAIAnswer):
         return self.envelope(choices, is_chunk=False) | self.usage(samples)
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        is_first = piece.index not in self._texts
-        choice = self._choice(piece)
-        if not is_first:
-            choice.pop("prompt_token_ids", None)
-        return self.envelope([choice], is_chunk=True)
+        return self.envelope([self._choice(piece)], is_chunk=True)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        if piece.index not in self._texts:
-            self._texts[piece.index] = TextStream(self.state.codec, self.body)
-        stream = self._texts[piece.index]
+        is_first = piece.index not in self._texts
+        stream, choice = self._texts[piece.index], self.choice(piece)
         offset = len(stream.text)
-        choice = self.choice(piece)
         choice["text"] = stream.feed(piece.token_ids.tolist(), is_last=piece.completion is not None)
         if self.body.logprobs is not None:
             choice["logprobs"] = self._logprobs(piece, offset)
-        if self.body.return_token_ids:
+        if self.body.return_token_ids and is_first:
             choice["prompt_token_ids"] = self.prompts[piece.index // self._num_samples]
         return choice
 

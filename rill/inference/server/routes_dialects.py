@@ -85,16 +85,14 @@ class _Translated:
 
     def _hear(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
         """What came with it: text, and calls that are complete."""
-        before = self._answer
-        content, complete, reason = self._chat.said(piece)
-        calls = [call.as_json() for call in complete]
+        before, said = self._answer, self._chat.hear(piece)
         self._answer = replace(
             before,
-            content=before.content + content,
-            calls=[*before.calls, *calls],
-            finish_reason=reason or before.finish_reason,
+            content=before.content + said.content,
+            calls=[*before.calls, *said.calls],
+            finish_reason=said.finish_reason or before.finish_reason,
         )
-        return content, calls
+        return said.content, said.calls
 
     def _counted(self, samples: Samples) -> Answer:
         usage = self._chat.usage(samples)["usage"]

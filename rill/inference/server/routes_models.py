@@ -9,11 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from starlette.responses import Response
-
 from rill.inference.base import AdapterEngine, Feature
 from rill.inference.server.errors import ApiError, bad_request
-from rill.inference.server.http import Access, Call, Routes, json_response
+from rill.inference.server.http import Access, Call, Routes
 from rill.inference.server.schemas import LoadAdapterBody, UnloadAdapterBody
 from rill.inference.server.state import ServerState
 from rill.models.card import read_card
@@ -22,15 +20,14 @@ routes = Routes()
 
 
 @routes.get("/v1/models", Access.CLIENT)
-async def list_models(call: Call) -> Response:
-    data = [_card(call.state, name) for name in call.state.served_names]
-    return json_response({"object": "list", "data": data})
+async def list_models(call: Call) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(call.state, name) for name in call.state.served_names]}
 
 
 @routes.get("/v1/models/{name}", Access.CLIENT)
-async def get_model(call: Call) -> Response:
+async def get_model(call: Call) -> dict[str, Any]:
     call.state.adapter_of(call.name)
-    return json_response(_card(call.state, call.name))
+    return _card(call.state, call.name)
 
 
 @routes.post("/v1/load_lora_adapter", Access.ADMIN)

@@ -16,7 +16,7 @@ from rill.inference.server.chat import encode_chat
 from rill.inference.server.choices import finish_reason, logprob_entries, usage
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples, finite
-from rill.inference.server.http import DONE, Access, Call, Routes, event, json_response
+from rill.inference.server.http import DONE, Access, Call, Routes, event
 from rill.inference.server.routes_completions import score
 from rill.inference.server.sampling import build_requests, new_id, num_top_logprobs
 from rill.inference.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
@@ -28,15 +28,11 @@ routes = Routes()
 @routes.post("/inference/v1/generate", Access.CLIENT)
 async def generate(call: Call, body: GenerateBody) -> Response:
     """Token ids in, token ids out, each with its log-probability and its policy version."""
-    if body.features:
-        raise bad_request(
-            "this server reads text only: send token_ids without features", "features", "unsupported"
-        )
     return await respond(call, _Answer(call.state, body))
 
 
 @routes.post("/tokenize", Access.CLIENT)
-async def tokenize(call: Call, body: TokenizeBody) -> Response:
+async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
     state = call.state
     state.adapter_of(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -45,22 +41,21 @@ async def tokenize(call: Call, body: TokenizeBody) -> Response:
         tokens = await state.codec.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     else:
         tokens, _ = await encode_chat(state.codec, body)
-    answer: dict[str, Any] = {
+    return {
         "count": len(tokens),
         "max_model_len": state.engine.max_context,
         "tokens": tokens,
         "token_strs": state.codec.token_texts(tokens) if body.return_token_strs else None,
     }
-    return json_response(answer)
 
 
 @routes.post("/detokenize", Access.CLIENT)
-async def detokenize(call: Call, body: DetokenizeBody) -> Response:
+async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
     state = call.state
     state.adapter_of(body.model)
     if wrong := next((t for t in body.tokens if t >= state.codec.vocab_size), None):
         raise bad_request(f"token {wrong} is not in the vocabulary of {state.codec.vocab_size}", "tokens")
-    return json_response({"prompt": state.codec.decode(body.tokens, skip_special_tokens=False)})
+    return {"prompt": state.codec.decode(body.tokens, skip_special_tokens=False)}
 
 
 class _Answer:

@@ -45,8 +45,7 @@ class _Server(uvicorn.Server):
             timeout_graceful_shutdown=5,
         )
         super().__init__(settings)
-        self._admission, self._drain_timeout_s = app.state.admission, config.drain_timeout_s
-        self._on_started = on_started
+        self._app, self._drain_timeout_s, self._on_started = app, config.drain_timeout_s, on_started
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -71,12 +70,11 @@ class _Server(uvicorn.Server):
             self._drain = asyncio.ensure_future(self._drain_then_exit())
 
     async def _drain_then_exit(self) -> None:
-        log.info("draining: %d requests in flight", self._admission.num_in_flight)
-        if not await self._admission.drain(self._drain_timeout_s):
-            num_left = self._admission.num_in_flight
-            log.warning(
-                "drain: %d requests did not end in %.0f s and are cut off", num_left, self._drain_timeout_s
-            )
+        admission = self._app.state.admission
+        log.info("draining: %d requests in flight", admission.num_in_flight)
+        if not await admission.drain(self._drain_timeout_s):
+            what = "drain: %d requests did not end in %.0f s and are cut off"
+            log.warning(what, admission.num_in_flight, self._drain_timeout_s)
         self.should_exit = True
 
 

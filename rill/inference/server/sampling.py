@@ -6,12 +6,13 @@ import itertools
 import json
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from rill.inference.base import Feature, Guide, GuideKind, Request
 from rill.inference.server.errors import bad_request
-from rill.inference.server.schemas import GenerationBody, SamplingBody
+from rill.inference.server.schemas import GenerationBody, SamplingBody, StructuredOutputs
 from rill.inference.server.state import ServerState
 from rill.types import Picture, SamplingParams
 
@@ -44,50 +45,39 @@ def num_top_logprobs(count: int | None, state: ServerState, param: str) -> int:
 
 def _guide_of(body: SamplingBody, state: ServerState) -> Guide | None:
     """What response_format or structured_outputs asks for."""
-    response, structured = _response_guide(body), _structured_guide(body)
-    if response and structured:
-        raise bad_request("give either response_format or structured_outputs", "structured_outputs")
-    if response or structured:
-        param = "response_format" if response else "structured_outputs"
-        state.require(Feature.GUIDED, param, "this engine has no guided decoding")
-    return response or structured
-
-
-def _response_guide(body: SamplingBody) -> Guide | None:
     form = body.response_format if isinstance(body, GenerationBody) else None
-    kind = None if form is None else form.get("type")
-    if form is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return _ANY_OBJECT
-    inner = form.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, dict) else None
-    if kind != "json_schema" or not isinstance(schema, dict):
-        raise bad_request(
-            "response_format is text, json_object, or json_schema with json_schema.schema", "response_format"
-        )
-    return Guide(kind=GuideKind.JSON_SCHEMA, text=json.dumps(schema))
-
-
-def _structured_guide(body: SamplingBody) -> Guide | None:
-    wanted = body.structured_outputs
+    wanted, param = body.structured_outputs, "structured_outputs"
+    if form is not None and form.get("type") != "text":
+        if wanted is not None:
+            raise bad_request("give either response_format or structured_outputs", param)
+        wanted, param = _as_structured(form), "response_format"
     if wanted is None:
         return None
-    as_json = {GuideKind.JSON_SCHEMA: wanted.json_schema, GuideKind.CHOICE: wanted.choice}
-    as_text = {GuideKind.REGEX: wanted.regex, GuideKind.GRAMMAR: wanted.grammar}
-    found = [_ANY_OBJECT] if wanted.json_object else []
-    for kind, value in (as_json | as_text).items():
-        if value is not None:
-            found.append(Guide(kind=kind, text=value if isinstance(value, str) else json.dumps(value)))
-    if len(found) != 1:
+    kinds = {
+        GuideKind.JSON_SCHEMA: {"type": "object"} if wanted.json_object else wanted.json_schema,
+        GuideKind.CHOICE: wanted.choice,
+        GuideKind.REGEX: wanted.regex,
+        GuideKind.GRAMMAR: wanted.grammar,
+    }
+    found = [(kind, value) for kind, value in kinds.items() if value is not None]
+    if len(found) != 1 or (wanted.json_object and wanted.json_schema is not None):
         raise bad_request(
-            "structured_outputs holds one of json, regex, choice, grammar and json_object",
-            "structured_outputs",
+            "structured_outputs holds one of json, regex, choice, grammar and json_object", param
         )
-    return found[0]
+    state.require(Feature.GUIDED, param, "this engine has no guided decoding")
+    ((kind, value),) = found
+    return Guide(kind=kind, text=value if isinstance(value, str) else json.dumps(value))
 
 
-_ANY_OBJECT = Guide(kind=GuideKind.JSON_SCHEMA, text='{"type": "object"}')
+def _as_structured(form: dict[str, Any]) -> StructuredOutputs:
+    inner = form.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if form.get("type") == "json_object":
+        return StructuredOutputs(json_object=True)
+    if form.get("type") == "json_schema" and isinstance(schema, dict):
+        return StructuredOutputs(json=schema)
+    wanted = "response_format is text, json_object, or json_schema with json_schema.schema"
+    raise bad_request(wanted, "response_format")
 
 
 def build_requests(

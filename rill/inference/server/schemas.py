@@ -232,8 +232,6 @@ class GenerateBody(Body):
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     stream: bool | None = False
     return_token_ids: bool | None = True
-    features: Any = None
-    """Multimodal inputs; refused."""
 
 
 class TokenizeBody(ChatTemplateBody):

@@ -2,8 +2,8 @@
 
 `TextCodec` owns the tokenizer. Fast tokenizers are not safe to use from two threads at once, so every use goes
 through a lock; long inputs are encoded off the event loop by a copy with a lock of its own, since the loop would wait
-for the other. `TextStream` turns one sequence's tokens into text that
-is final as soon as it is handed out: it holds back half a character and whatever may become a stop string.
+for the other. `TextStream` turns one sequence's tokens into text that is final as soon as it is handed out: it holds
+back half a character and whatever may become a stop string.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +37,18 @@ ToolSchemas = list[dict[Any, Any] | Callable[..., Any]]
 """As transformers types them; ours are always dictionaries."""
 
 
+class Memo(dict[int, str]):
+    """Made once for each token; after that a lookup without a call of Python's."""
+
+    def __init__(self, make: Callable[[int], str]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._make(token_id)
+        return text
+
+
 class TextCodec:
     """The tokenizer as the server uses it."""
 
@@ -52,21 +65,16 @@ class TextCodec:
         self._chat_template = chat_template
         self._lock = threading.Lock()
         self._long_lock = threading.Lock()
-        self._long: PreTrainedTokenizerBase | None = None
         self.vocab_size = len(tokenizer)
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self._decode = plain_decode(tokenizer)
-        self._token_texts = _TokenTexts(self)
+        self._token_texts = Memo(lambda token_id: self.decode([token_id], skip_special_tokens=False))
 
     @property
     def chat_template(self) -> str:
         """The operator's, else the tokenizer's own; all of them where it has several; empty where there is none."""
         template = self._chat_template or self._tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self.chat_template)
 
     def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
         """The special tokens among these texts."""
@@ -88,10 +96,8 @@ class TextCodec:
         files: Sequence[bytes] = (),
     ) -> tuple[list[int], tuple[Picture, ...]]:
         """The prompt of a conversation with these pictures. The template writes its own special tokens."""
-        if not self.has_chat_template:
-            raise bad_request(
-                "this model's tokenizer has no chat template: use /v1/completions", param="messages"
-            )
+        if not self.chat_template:
+            raise bad_request("this model's tokenizer has no chat template: use /v1/completions", "messages")
         if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
             text = self._render(messages, tools, options)
         else:
@@ -129,11 +135,13 @@ class TextCodec:
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._long_lock:
-            if self._long is None:
-                with self._lock:
-                    self._long = copy.deepcopy(self._tokenizer)
             ids: list[int] = self._long.encode(text, add_special_tokens=add_special_tokens)
         return ids
+
+    @cached_property
+    def _long(self) -> PreTrainedTokenizerBase:
+        with self._lock:
+            return copy.deepcopy(self._tokenizer)
 
     def _render(
         self, messages: list[dict[str, Any]], tools: ToolSchemas | None, options: dict[str, Any]
@@ -144,22 +152,8 @@ class TextCodec:
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             # Templates are programs that see the client's data; whatever they trip over is in that data.
-            raise bad_request(
-                f"the chat template refuses these messages: {error}", param="messages"
-            ) from error
+            raise bad_request(f"the chat template refuses these messages: {error}", "messages") from error
         assert isinstance(text, str)
-        return text
-
-
-class _TokenTexts(dict[int, str]):
-    """Decoded once each; after that a lookup without a call of Python's."""
-
-    def __init__(self, codec: TextCodec) -> None:
-        super().__init__()
-        self._codec = codec
-
-    def __missing__(self, token_id: int) -> str:
-        text = self[token_id] = self._codec.decode([token_id], skip_special_tokens=False)
         return text
 
 

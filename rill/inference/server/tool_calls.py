@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -22,22 +21,12 @@ _NAMED_HEAD = re.compile(r"\s*(?P<name>[^\s\[{]+)\s*\[ARGS\]\s*(?=\{)")
 _JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|$)|[{}]', re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallDelta:
+def _delta(index: int, arguments: str, name: str | None = None, call_id: str | None = None) -> dict[str, Any]:
     """What a stream tells of a call: at first its name, then its arguments as they are written."""
-
-    index: int
-    arguments: str
-    id: str | None = None
-    name: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        function: dict[str, Any] = {} if self.name is None else {"name": self.name}
-        function["arguments"] = self.arguments
-        head: dict[str, Any] = {"index": self.index}
-        return (
-            head | ({} if self.id is None else {"id": self.id, "type": "function"}) | {"function": function}
-        )
+    if name is None:
+        return {"index": index, "function": {"arguments": arguments}}
+    function = {"name": name, "arguments": arguments}
+    return {"index": index, "id": call_id, "type": "function", "function": function}
 
 
 class ToolCallStream(tool_calls.ToolCallStream):
@@ -47,34 +36,31 @@ class ToolCallStream(tool_calls.ToolCallStream):
         self._num_sent = 0
         """Characters of the arguments of the call that is being written, once its name is out; else 0."""
 
-    def stream(self, text: str, *, is_last: bool = False) -> tuple[str, list[CallDelta]]:
+    def stream(self, text: str, *, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """As `feed`; calls in pieces. Arguments are the model's own text; qwen_xml's, which are no JSON, come whole."""
         num_before, block = len(self.calls), self._held + text
         content, calls = self.feed(text, is_last=is_last)
-        deltas: list[CallDelta] = []
+        deltas: list[dict[str, Any]] = []
         if self._num_sent and (calls or content):  # the block that was begun has ended
             arguments = self._begun(block)[1]
-            deltas.append(CallDelta(index=num_before, arguments=arguments[self._num_sent :]))
+            deltas.append(_delta(num_before, arguments[self._num_sent :]))
             self._num_sent = 0
             calls, content = calls[1:], content if calls else ""
             num_before += 1
-        for offset, call in enumerate(calls):
-            deltas.append(
-                CallDelta(index=num_before + offset, id=call.id, name=call.name, arguments=call.arguments)
-            )
+        deltas += [_delta(i, call.arguments, call.name, call.id) for i, call in enumerate(calls, num_before)]
         if not is_last and (self._parallel or not self.calls):
             deltas += self._tell_begun()
         return content, deltas
 
-    def _tell_begun(self) -> list[CallDelta]:
+    def _tell_begun(self) -> list[dict[str, Any]]:
         name, arguments = self._begun(self._held)
         if not arguments or name not in self._tools:
             return []
         index, sent = len(self.calls), self._num_sent
         self._num_sent = len(arguments)
         if sent:
-            return [CallDelta(index=index, arguments=arguments[sent:])] if len(arguments) > sent else []
-        return [CallDelta(index=index, id=f"call_{uuid4().hex[:24]}", name=name, arguments=arguments)]
+            return [_delta(index, arguments[sent:])] if len(arguments) > sent else []
+        return [_delta(index, arguments, name, f"call_{uuid4().hex[:24]}")]
 
     def _begun(self, held: str) -> tuple[str, str]:
         """The name and the arguments so far of the call that stands at the beginning; empty where none can be told."""

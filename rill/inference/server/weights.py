@@ -61,10 +61,9 @@ class WeightInbox:
         except WeightSyncError as error:
             message = f"{error}. The old weights stay in service"
             raise ApiError(502, message, code="bad_weights") from error
-        if self._expected is None:
-            return
         try:
-            check_shapes(shapes, self._expected, partial=partial)
+            if self._expected is not None:
+                check_shapes(shapes, self._expected, partial=partial)
         except WeightSyncError as error:
             message = f"these are not this model's weights: {error}; the old ones stay in service"
             raise ApiError(409, message, code="misfit") from error
