@@ -102,8 +102,6 @@ class ReplicaSet:
     """Base of the router. Returns from construction when all replicas are loaded. `lock` guards the slots' states, and
     whatever else the router keeps."""
 
-    version = PolicyVersion(0)
-
     def __init__(self, engine: PartConfig, config: RouterConfig) -> None:
         self.config = config
         self._engine_config = engine
@@ -124,7 +122,7 @@ class ReplicaSet:
         facts = [slot.running.facts for slot in self.slots]
         self.features: frozenset[Feature] = frozenset.intersection(*(f.features for f in facts))
         self.max_context = min(f.max_context for f in facts)
-        self.vocab_size = facts[0].vocab_size
+        self.vocab_size, self.version = facts[0].vocab_size, facts[0].version
 
     def _wait_for_all(self) -> None:
         """One that does not load at first would not load later."""
@@ -213,9 +211,9 @@ class ReplicaSet:
                 for slot in behind:
                     slot.running.kill()
                     self._set_dead(slot)
-            for method, about in [] if partial else list(self._told):
-                if method in ("update_weights", "rewind"):
-                    self._forget(method, about)
+            if not partial:
+                for key in [key for key in self._told if key[0] in ("update_weights", "rewind")]:
+                    self._forget(*key)
             self._told["update_weights", str(version)] = told
             self.version = version
 
@@ -281,23 +279,18 @@ class ReplicaSet:
             self._on_round()
 
     def _check_health(self) -> None:
-        def check(slot: Slot) -> bool:
+        def check(slot: Slot) -> None:
             try:
                 slot.running.call("stats", timeout_s=self.config.health_timeout_s)
-            except PeerDiedError:
-                return False
             except RillError as error:  # whatever it is: the caretaker must not end of it
-                log.warning("%s: ended, because %s", slot.running.name, error)
-                slot.running.kill()
-                return False
-            return True
+                if not isinstance(error, PeerDiedError):
+                    log.warning("%s: ended, because %s", slot.running.name, error)
+                    slot.running.kill()
+                self._set_dead(slot)
 
         with self.lock:
             slots = [s for s in self.slots if s.state is SlotState.READY]
-        alive = self.each(check, slots)
-        for slot in slots:
-            if not alive.get(slot.index):
-                self._set_dead(slot)
+        self.each(check, slots)
 
     def _fill(self, slot: Slot) -> None:
         """Start a process in the slot, and make it like the others before it takes a request."""

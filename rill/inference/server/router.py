@@ -50,21 +50,21 @@ class Router(Generates, ReplicaSet):
     def submit(
         self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
     ) -> list[Future[Completion]]:
+        adapters, takes_pictures = self.adapters, Feature.PICTURES in self.features
         for request in requests:
             check_request(
                 request,
                 max_context=self.max_context,
                 vocab_size=self.vocab_size,
-                adapters=self.adapters,
-                takes_pictures=Feature.PICTURES in self.features,
+                adapters=adapters,
+                takes_pictures=takes_pictures,
             )
         flights = [Flight(request, on_delta) for request in requests]
         with self.lock:
             if self.is_closed:
                 raise EngineError("the router is closed")
             check_ids([request.id for request in requests], self._flights)
-            for flight in flights:
-                self._flights[flight.request.id] = flight
+            self._flights.update((flight.request.id, flight) for flight in flights)
         self._dispatch(flights)
         return [flight.future for flight in flights]
 
@@ -85,17 +85,17 @@ class Router(Generates, ReplicaSet):
     def _spread(self, method: str, sequences: Sequence[TokenIds], *args: Any, **kwargs: Any) -> list[Floats]:
         """Split over the replicas. Reading has no state, so a part whose replica dies is done again."""
         slots = self.ready_or_fail()
-        parts = {slot.index: sequences[i :: len(slots)] for i, slot in enumerate(slots)}
+        parts = {slot.index: list(sequences[i :: len(slots)]) for i, slot in enumerate(slots)}
 
-        def read(slot: Slot, part: Sequence[TokenIds]) -> Any:
-            return slot.running.call(method, list(part), *args, **kwargs) if part else []
+        def read(slot: Slot) -> Any:
+            part = parts[slot.index]
+            try:
+                return slot.running.call(method, part, *args, **kwargs) if part else []
+            except PeerDiedError:
+                return self.ready_or_fail()[0].running.call(method, part, *args, **kwargs)
 
-        done = self.each(lambda slot: read(slot, parts[slot.index]), slots)
         found: list[Any] = [None] * len(sequences)
-        for i, slot in enumerate(slots):
-            values = done.get(slot.index)
-            if values is None:
-                values = read(self.ready_or_fail()[0], parts[slot.index])
+        for i, values in enumerate(self.each(read, slots).values()):
             found[i :: len(slots)] = values
         return found
 
@@ -126,13 +126,12 @@ class Router(Generates, ReplicaSet):
     def stats(self) -> EngineStats:
         """Sums over the replicas that answer; `extra` says how many are ready and how often a request moved."""
 
-        def ask(slot: Slot) -> list[EngineStats]:
+        def ask(slot: Slot) -> Any:
             with suppress(RillError):
-                return [slot.running.call("stats", timeout_s=self.config.health_timeout_s)]
-            return []
+                return slot.running.call("stats", timeout_s=self.config.health_timeout_s)
 
         slots = self.ready()
-        found = [stats for answer in self.each(ask, slots).values() for stats in answer]
+        found = [stats for stats in self.each(ask, slots).values() if stats is not None]
         with self.lock:
             extra = {"replicas": float(len(slots)), "retried": float(self._num_retried)}
             extra["waiting_for_replica"] = float(len(self._waiting))
