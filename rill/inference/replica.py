@@ -24,7 +24,6 @@ from rill.inference.commands import CONTROL_TIMEOUT_S
 from rill.inference.replica_worker import End, EngineFacts, Replica
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.placement import Placement
-from rill.runtime.handle import Handle
 from rill.types import PolicyVersion
 
 _NEWS_WAIT_S = 10.0
@@ -77,19 +76,20 @@ class ReplicaProcess:
         self._outgoing.extend(requests)
         self._has_outgoing.set()
 
-    def abort(self, request_ids: Sequence[str] | None, *, waits: bool = True) -> None:
-        """Not as a `call`: it must not overtake what was submitted before it."""
+    def abort(self, request_ids: Sequence[str] | None) -> None:
+        """Returns at once. Not as a `call`: it must not overtake what was submitted before it."""
         self._check_alive()
         with self._sending:
             self._send_outgoing()
-            handle = self._group.abort(None if request_ids is None else list(request_ids))
-        if waits:
-            self._answer(handle, "abort", CONTROL_TIMEOUT_S)
+            self._group.abort(None if request_ids is None else list(request_ids))
 
     def call(self, method: str, *args: Any, timeout_s: float = CONTROL_TIMEOUT_S, **kwargs: Any) -> Any:
         """A method of the engine there, beside whatever else it does."""
         self._check_alive()
-        error, value, version = self._answer(self._group.act(method, args, kwargs), method, timeout_s)
+        handle = self._group.act(method, args, kwargs)
+        if not handle.ended(timeout_s):
+            raise StuckError(f"{self.name}: {method} was not answered within {timeout_s} s")
+        error, value, version = handle.wait(0.0)[0]
         self.version = PolicyVersion(version)
         if error is not None:
             raise error
@@ -116,11 +116,6 @@ class ReplicaProcess:
             requests.append(self._outgoing.popleft())
         if requests:
             self._group.submit(requests)
-
-    def _answer(self, handle: Handle, method: str, timeout_s: float) -> Any:
-        if not handle.ended(timeout_s):
-            raise StuckError(f"{self.name}: {method} was not answered within {timeout_s} s")
-        return handle.wait(0.0)[0]
 
     def _check_alive(self) -> None:
         if self.is_dead:

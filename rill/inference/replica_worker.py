@@ -109,30 +109,24 @@ class Outbox:
     """What the engine's thread reports, until it is asked for. The engine has gathered a request's tokens already."""
 
     def __init__(self) -> None:
-        self._news = threading.Condition()
-        self._deltas: list[Delta] = []
-        self._ends: list[End] = []
+        self._changed = threading.Condition()
+        self._news: list[Delta | End] = []
 
-    def add_delta(self, delta: Delta) -> None:
-        with self._news:
-            self._deltas.append(delta)
-            self._news.notify()
-
-    def add_end(self, end: End) -> None:
-        with self._news:
-            self._ends.append(end)
-            self._news.notify()
+    def add(self, news: Delta | End) -> None:
+        with self._changed:
+            self._news.append(news)
+            self._changed.notify()
 
     def take(self, wait_s: float) -> tuple[PackedDeltas | None, list[End]]:
         """Everything since the last time; nothing where nothing came within the time. Deltas come before ends."""
-        with self._news:
-            if not self._news.wait_for(lambda: self._deltas or self._ends, wait_s):
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._news, wait_s):
                 return None, []
         time.sleep(_COMPANY_WAIT_S)
-        with self._news:
-            deltas, self._deltas = self._deltas, []
-            ends, self._ends = self._ends, []
-        return PackedDeltas.pack(deltas), ends
+        with self._changed:
+            news, self._news = self._news, []
+        deltas = [each for each in news if isinstance(each, Delta)]
+        return PackedDeltas.pack(deltas), [each for each in news if not isinstance(each, Delta)]
 
 
 class Replica(Worker):
@@ -155,23 +149,20 @@ class Replica(Worker):
 
     def submit(self, requests: Sequence[Request]) -> None:
         try:
-            futures = self._engine.submit(requests, self._outbox.add_delta)
+            futures = self._engine.submit(requests, self._outbox.add)
         except RillError as error:
-            _end_with(error)
             if len(requests) > 1:  # the others, of other clients perhaps, are not to blame
                 for request in requests:
                     self.submit([request])
             else:
-                self._outbox.add_end((requests[0].id, _portable(error)))
+                self._outbox.add((requests[0].id, _portable(error)))
             return
         for request, future in zip(requests, futures, strict=True):
             future.add_done_callback(partial(self._end, request.id))
 
     def _end(self, request_id: str, future: Future[Completion]) -> None:
         error = future.exception()
-        if error is not None:
-            _end_with(error)
-        self._outbox.add_end(future.result() if error is None else (request_id, _portable(error)))
+        self._outbox.add(future.result() if error is None else (request_id, _portable(error)))
 
     def abort(self, request_ids: list[str] | None) -> None:
         """Not beside `submit`: it must not overtake one."""
@@ -188,7 +179,6 @@ class Replica(Worker):
         try:
             value = getattr(self._engine, method)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - boundary: the error belongs to the caller in the driver
-            _end_with(error)
             return _portable(error), None, int(self._engine.version)
         return None, value, int(self._engine.version)
 
@@ -196,15 +186,12 @@ class Replica(Worker):
         self._engine.close()
 
 
-def _end_with(error: BaseException) -> None:
-    """The engine is dead, and this process is of no more use: the driver hears of it as of any other death."""
+def _portable(error: BaseException) -> Exception:
+    """RillErrors of one argument pickle; anything else becomes text. With a dead engine this process is of no more use:
+    the driver hears of it as of any other death."""
     if isinstance(error, EngineDiedError):
         log.error("the replica ends, because its engine did: %s", error)
         os._exit(1)
-
-
-def _portable(error: BaseException) -> Exception:
-    """RillErrors of one argument pickle; anything else becomes text."""
     if isinstance(error, RillError) and len(error.args) == 1:
         return error
     return EngineError(f"{type(error).__name__}: {error}")

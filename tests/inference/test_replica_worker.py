@@ -47,13 +47,13 @@ def test_packing_keeps_every_token_with_its_request() -> None:
 def test_news_come_together_deltas_before_ends_and_no_token_twice() -> None:
     outbox = Outbox()
     assert outbox.take(0.01) == (None, [])
-    outbox.add_delta(delta("a", 1))
-    outbox.add_delta(delta("b", 5))
-    outbox.add_delta(delta("a", 2))
+    outbox.add(delta("a", 1))
+    outbox.add(delta("b", 5))
+    outbox.add(delta("a", 2))
     assert contents(outbox.take(1.0)[0]) == {"a": [1, 2], "b": [5]}
-    outbox.add_delta(delta("a", 3))
-    outbox.add_delta(delta("b", 6))
-    outbox.add_end(completion("a", 1, 2, 3))
+    outbox.add(delta("a", 3))
+    outbox.add(delta("b", 6))
+    outbox.add(completion("a", 1, 2, 3))
     packed, ends = outbox.take(1.0)
     assert contents(packed) == {"a": [3], "b": [6]}
     assert isinstance(ends[0], Completion) and ends[0].token_ids.tolist() == [1, 2, 3]

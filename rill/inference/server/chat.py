@@ -9,7 +9,7 @@ from rill.data.pictures import read_parts, template_parts
 from rill.errors import DataError
 from rill.inference.server.errors import bad_request
 from rill.inference.server.schemas import ChatMessage, ChatTemplateBody
-from rill.inference.server.text import TextCodec, ToolSchemas
+from rill.inference.server.text import TextCodec
 from rill.types import Picture
 
 
@@ -17,8 +17,11 @@ async def encode_chat(codec: TextCodec, body: ChatTemplateBody) -> tuple[list[in
     """The prompt of a conversation, and the pictures in it."""
     files: list[bytes] = []
     messages = [_template_message(message, files) for message in body.messages]
-    tools: ToolSchemas = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    return await codec.encode_chat(messages, tools or None, _template_options(body), files)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    text = await codec.render(messages, tools or None, _template_options(body))
+    if files:
+        return await codec.encode_pictures(text, files)
+    return await codec.encode(text, add_special_tokens=False), ()
 
 
 def _template_options(body: ChatTemplateBody) -> dict[str, Any]:

@@ -181,7 +181,8 @@ class Samples:
         metrics.latency_s.observe(time.perf_counter() - self._opened_at)
         metrics.num_prompt_tokens += sum(len(r.token_ids) for r in self._requests)
         for completion in self.completions:
-            metrics.count_completion(len(completion.token_ids))
+            metrics.num_completion_tokens += len(completion.token_ids)
+            metrics.completion_tokens.observe(len(completion.token_ids))
 
     def close(self) -> None:
         self._watcher.cancel()

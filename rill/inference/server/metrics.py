@@ -47,10 +47,6 @@ class Metrics:
         )
         self.completion_tokens = Histogram("rill_completion_tokens", "New tokens of a completion.", _TOKENS)
 
-    def count_completion(self, num_completion_tokens: int) -> None:
-        self.num_completion_tokens += num_completion_tokens
-        self.completion_tokens.observe(num_completion_tokens)
-
     def render(self, stats: EngineStats, num_in_flight: int) -> str:
         lines = [
             "# HELP rill_responses_total Answers by route and status.",

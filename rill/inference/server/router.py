@@ -109,7 +109,9 @@ class Router(Generates, ReplicaSet):
         for flight in parked:
             self._end(flight, flight.aborted())
         ids = None if request_ids is None else sorted(wanted)
-        self.each(lambda slot: slot.running.abort(ids), self.ready())
+        for slot in self.ready():
+            with suppress(RillError):  # it died: its requests end as aborted
+                slot.running.abort(ids)
 
     # --- control -----------------------------------------------------------------------------------------
 
@@ -164,7 +166,7 @@ class Router(Generates, ReplicaSet):
                 replica.submit([_recorded(flight) for flight in batch])
                 if late := [flight.request.id for flight in batch if flight.is_aborted]:
                     # They were between two replicas when the others were told.
-                    replica.abort(late, waits=False)
+                    replica.abort(late)
 
     def _choose(self, request: Request) -> ReplicaProcess | None:
         """The replica with most of the prompt in its cache, unless it is much busier than the idlest."""

@@ -16,7 +16,7 @@ from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes
 from rill.inference.server.reasoning import CLOSE, OPEN, ReasoningStream
-from rill.inference.server.sampling import build_requests, num_top_logprobs
+from rill.inference.server.sampling import build_requests
 from rill.inference.server.schemas import ChatBody, ChatTokensBody, NamedTool
 from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextStream
@@ -110,7 +110,8 @@ class ChatAnswer(OpenAIAnswer):
             self.prompts,
             request_id=self.id,
             max_tokens=wanted,
-            num_top=num_top_logprobs(body.top_logprobs, self.state, "top_logprobs"),
+            num_top=body.top_logprobs,
+            top_param="top_logprobs",
             guide=self._forced_call(),
             pictures=self._pictures,
         )

@@ -20,7 +20,7 @@ from rill.inference.server.choices import completion_logprobs
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes
-from rill.inference.server.sampling import build_requests, num_top_logprobs
+from rill.inference.server.sampling import build_requests
 from rill.inference.server.schemas import CompletionBody, EmbeddingsBody, Prompts
 from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextCodec, TextStream
@@ -99,15 +99,15 @@ class _Answer(OpenAIAnswer):
         if body.max_tokens == 0:  # with echo: the prompt is scored, nothing is generated
             self.state.adapter_of(body.model)
             return []
-        # The sampled token's own is always there; greedily it is also the likeliest.
-        num_top = 0 if body.logprobs == 1 and body.temperature == 0 else body.logprobs
         return build_requests(
             self.state,
             body,
             self.prompts,
             request_id=self.id,
             max_tokens=body.max_tokens,
-            num_top=num_top_logprobs(num_top, self.state, "logprobs"),
+            # The sampled token's own is always there; greedily it is also the likeliest.
+            num_top=0 if body.logprobs == 1 and body.temperature == 0 else body.logprobs,
+            top_param="logprobs",
         )
 
     async def whole(self, samples: Samples) -> dict[str, Any]:

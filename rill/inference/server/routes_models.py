@@ -45,7 +45,8 @@ def load_lora_adapter(state: ServerState, body: LoadAdapterBody) -> dict[str, An
 @routes.post("/load_lora_adapter", Access.ADMIN)
 def replace_lora_adapter(state: ServerState, body: LoadAdapterBody) -> dict[str, Any]:
     """The same for prime-rl's client, which loads every version under one name."""
-    return load_lora_adapter(state, body.model_copy(update={"load_inplace": True}))
+    loaded: dict[str, Any] = load_lora_adapter(state, body.model_copy(update={"load_inplace": True}))
+    return loaded
 
 
 @routes.post("/unload_lora_adapter", Access.ADMIN)

@@ -18,7 +18,7 @@ from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples, finite
 from rill.inference.server.http import DONE, Access, Call, Routes, event
 from rill.inference.server.routes_completions import score
-from rill.inference.server.sampling import build_requests, new_id, num_top_logprobs
+from rill.inference.server.sampling import build_requests, new_id
 from rill.inference.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from rill.inference.server.state import ServerState
 
@@ -69,8 +69,6 @@ class _Answer:
         """A max_tokens beyond the context is cut to it: a trainer asks for "as much as fits"."""
         state, body, sampling = self._state, self._body, self._body.sampling_params
         beside = {"model": body.model or sampling.model, "cache_salt": body.cache_salt or sampling.cache_salt}
-        # The sampled token's own is always there: clients send 1 for it.
-        num_top = sampling.logprobs if (sampling.logprobs or 0) > 1 else 0
         if sampling.prompt_logprobs is not None:
             what = "this engine cannot score prompts"
             state.require(Feature.SCORE, "sampling_params.prompt_logprobs", what)
@@ -82,7 +80,9 @@ class _Answer:
             request_id=new_id("gen"),
             max_tokens=sampling.max_tokens,
             clamp_to_context=True,
-            num_top=num_top_logprobs(num_top, state, "sampling_params.logprobs"),
+            # The sampled token's own is always there: clients send 1 for it.
+            num_top=sampling.logprobs if (sampling.logprobs or 0) > 1 else 0,
+            top_param="sampling_params.logprobs",
         )
 
     async def whole(self, samples: Samples) -> dict[str, Any]:

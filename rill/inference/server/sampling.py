@@ -34,15 +34,6 @@ def new_id(kind: str) -> str:
     return f"{kind}-{_RUN}{next(_NUMBERS):012x}"
 
 
-def num_top_logprobs(count: int | None, state: ServerState, param: str) -> int:
-    """How many of the likeliest tokens the engine is asked for."""
-    if not count or count < 0:
-        return 0
-    what = f"{param} is {count}: this engine reports the sampled token's log-probability only; use 0"
-    state.require(Feature.TOP_LOGPROBS, param, what)
-    return count
-
-
 def _guide_of(body: SamplingBody, state: ServerState) -> Guide | None:
     """What response_format or structured_outputs asks for."""
     form = body.response_format if isinstance(body, GenerationBody) else None
@@ -87,12 +78,19 @@ def build_requests(
     *,
     request_id: str,
     max_tokens: int | None,
+    num_top: int | None,
+    top_param: str,
     clamp_to_context: bool = False,
-    num_top: int = 0,
     guide: Guide | None = None,
     pictures: tuple[Picture, ...] = (),
 ) -> list[Request]:
-    """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i."""
+    """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i. `top_param`: the field that asks
+    for `num_top` of the likeliest tokens."""
+    if num_top:
+        what = (
+            f"{top_param} is {num_top}: this engine reports the sampled token's log-probability only; use 0"
+        )
+        state.require(Feature.TOP_LOGPROBS, top_param, what)
     adapter = state.adapter_of(body.model)
     guide = guide or _guide_of(body, state)
     num_samples, most = body.n or 1, state.config.max_samples
@@ -113,7 +111,7 @@ def build_requests(
                     cache_salt=body.cache_salt or "",
                     priority=body.priority,
                     guide=guide,
-                    num_top_logprobs=num_top,
+                    num_top_logprobs=num_top or 0,
                     pictures=pictures,
                 )
             )

@@ -39,8 +39,8 @@ class Body(BaseModel):
 
 
 class DialectBody(BaseModel):
-    """A request of another dialect (rill.data.dialects): what it needs at least. It is translated before the rest is
-    looked at."""
+    """A part of another dialect (rill.data.dialects): what it needs at least. The rest is looked at when it has been
+    translated."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -48,14 +48,18 @@ class DialectBody(BaseModel):
 class ResponsesBody(DialectBody):
     """POST /v1/responses"""
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | list[dict[str, Any]]
+
+
+class AnthropicMessage(DialectBody):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Any] | None = None
 
 
 class MessagesBody(DialectBody):
     """POST /v1/messages"""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int = Field(ge=1)
+    messages: list[AnthropicMessage] = Field(min_length=1)
 
 
 class StructuredOutputs(Body):

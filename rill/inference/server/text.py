@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 _INLINE_CHARS = 8192
 """Texts up to this long are encoded on the event loop: a thread switch would cost more."""
 
-ToolSchemas = list[dict[Any, Any] | Callable[..., Any]]
-"""As transformers types them; ours are always dictionaries."""
-
 
 class Memo(dict[int, str]):
     """Made once for each token; after that a lookup without a call of Python's."""
@@ -83,32 +80,28 @@ class TextCodec:
         return frozenset(i for i in ids if isinstance(i, int)) & self.special_ids
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        _check_encodable(text)
-        if len(text) <= _INLINE_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode_long, text, add_special_tokens)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise bad_request(f"the text is not valid Unicode: {error.reason}") from error
+        if len(text) > _INLINE_CHARS:
+            return await asyncio.to_thread(self._encode_long, text, add_special_tokens)
+        with self._lock:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
 
-    async def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: ToolSchemas | None,
-        options: dict[str, Any],
-        files: Sequence[bytes] = (),
-    ) -> tuple[list[int], tuple[Picture, ...]]:
-        """The prompt of a conversation with these pictures. The template writes its own special tokens."""
+    async def render(self, messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
+        """The text of a conversation's prompt. The template writes its own special tokens."""
         if not self.chat_template:
             raise bad_request("this model's tokenizer has no chat template: use /v1/completions", "messages")
         if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
-            text = self._render(messages, tools, options)
-        else:
-            text = await asyncio.to_thread(self._render, messages, tools, options)
-        if files:
-            return await self._encode_pictures(text, files)
-        return await self.encode(text, add_special_tokens=False), ()
+            return self._render(messages, tools, options)
+        return await asyncio.to_thread(self._render, messages, tools, options)
 
-    async def _encode_pictures(
+    async def encode_pictures(
         self, text: str, files: Sequence[bytes]
     ) -> tuple[list[int], tuple[Picture, ...]]:
+        """With placeholders where the files are shown."""
         reader = self._pictures
         if reader is None:
             raise bad_request("this model reads no pictures", "messages", "unsupported")
@@ -128,11 +121,6 @@ class TextCodec:
         """The text of each token by itself."""
         return list(map(self._token_texts.__getitem__, token_ids))
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        with self._lock:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return ids
-
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._long_lock:
             ids: list[int] = self._long.encode(text, add_special_tokens=add_special_tokens)
@@ -143,9 +131,7 @@ class TextCodec:
         with self._lock:
             return copy.deepcopy(self._tokenizer)
 
-    def _render(
-        self, messages: list[dict[str, Any]], tools: ToolSchemas | None, options: dict[str, Any]
-    ) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
         try:  # without the lock: a template is Python, and nothing of the tokenizer's backend
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tools, chat_template=self._chat_template, tokenize=False, **options
@@ -201,10 +187,3 @@ class TextStream:
             out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         self.text += out
         return out
-
-
-def _check_encodable(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise bad_request(f"the text is not valid Unicode: {error.reason}") from error
