@@ -96,7 +96,8 @@ class ReplicaProcess:
         return value
 
     def kill(self) -> None:
-        """End the process now."""
+        """End the process now. Nobody calls it any more; `on_death` follows."""
+        self.is_dead = True
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -60,26 +59,23 @@ class RouterConfig(Config):
     """Prefixes are ignored when the busiest replica has this many more requests than the idlest."""
 
 
-class SlotState(StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    DEAD = "dead"
-    GIVEN_UP = "given up"
-
-
 @dataclass(slots=True, eq=False)
 class Slot:
     """The place of one replica, whatever process fills it."""
 
     index: int
-    state: SlotState = SlotState.DEAD
     replica: ReplicaProcess | None = None
-    """Of a slot that has been ready."""
+    """The last one that was ready."""
+    is_starting: bool = False
     num_starts: int = 0
     num_failed_starts: int = 0
-    """Since it was ready."""
+    """Since one was ready."""
     failure: Exception | None = None
-    """Of the last start."""
+    """Of the last start that failed."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.replica is not None and not self.replica.is_dead
 
     @property
     def running(self) -> ReplicaProcess:
@@ -128,10 +124,10 @@ class ReplicaSet:
         """One that does not load at first would not load later."""
         with self._changed:
             self._changed.wait_for(
-                lambda: all(slot.state is SlotState.READY or slot.failure for slot in self.slots),
+                lambda: all(slot.is_ready or slot.failure for slot in self.slots),
                 self.config.start_timeout_s + 30.0,
             )
-            missing = [slot.failure for slot in self.slots if slot.state is not SlotState.READY]
+            missing = [slot.failure for slot in self.slots if not slot.is_ready]
         if missing:
             self.close()
             raise missing[0] or EngineError(f"no engine within {self.config.start_timeout_s} s")
@@ -151,7 +147,7 @@ class ReplicaSet:
 
     def ready(self) -> list[Slot]:
         with self.lock:
-            return [s for s in self.slots if s.state is SlotState.READY and not s.running.is_dead]
+            return [slot for slot in self.slots if slot.is_ready]
 
     def ready_or_fail(self) -> list[Slot]:
         ready = self.ready()
@@ -210,7 +206,6 @@ class ReplicaSet:
                 log.warning("a replica did not take version %d and is started again: %s", version, error)
                 for slot in behind:
                     slot.running.kill()
-                    self._set_dead(slot)
             if not partial:
                 for key in [key for key in self._told if key[0] in ("update_weights", "rewind")]:
                     self._forget(*key)
@@ -264,33 +259,34 @@ class ReplicaSet:
     def _take_care(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self.is_closed or any(s.state is SlotState.DEAD for s in self.slots),
-                    self.config.health_interval_s,
-                )
+                self._changed.wait_for(lambda: self.is_closed or self._empty(), self.config.health_interval_s)
                 if self.is_closed:
                     return
-                dead = [s for s in self.slots if s.state is SlotState.DEAD]
-                for slot in dead:
-                    slot.state = SlotState.STARTING
-            for slot in dead:
-                threading.Thread(target=self._fill, args=(slot,), daemon=True).start()
+                for slot in self._empty():
+                    slot.is_starting = True
+                    threading.Thread(target=self._fill, args=(slot,), daemon=True).start()
             self._check_health()
             self._on_round()
+
+    def _empty(self) -> list[Slot]:
+        return [
+            slot for slot in self.slots if not (slot.is_ready or slot.is_starting or self.is_given_up(slot))
+        ]
+
+    def is_given_up(self, slot: Slot) -> bool:
+        return slot.num_failed_starts >= self.config.max_failed_starts
 
     def _check_health(self) -> None:
         def check(slot: Slot) -> None:
             try:
                 slot.running.call("stats", timeout_s=self.config.health_timeout_s)
+            except PeerDiedError:
+                pass
             except RillError as error:  # whatever it is: the caretaker must not end of it
-                if not isinstance(error, PeerDiedError):
-                    log.warning("%s: ended, because %s", slot.running.name, error)
-                    slot.running.kill()
-                self._set_dead(slot)
+                log.warning("%s: ended, because %s", slot.running.name, error)
+                slot.running.kill()
 
-        with self.lock:
-            slots = [s for s in self.slots if s.state is SlotState.READY]
-        self.each(check, slots)
+        self.each(check, self.ready())
 
     def _fill(self, slot: Slot) -> None:
         """Start a process in the slot, and make it like the others before it takes a request."""
@@ -311,19 +307,18 @@ class ReplicaSet:
                 with self._changed:
                     if self.is_closed:
                         raise EngineError("the router is closed")
-                    slot.replica, slot.state, slot.num_failed_starts = replica, SlotState.READY, 0
+                    slot.replica, slot.is_starting, slot.num_failed_starts = replica, False, 0
                     self._changed.notify_all()
         except (RillError, OSError) as error:
             if replica is not None:
                 replica.kill()  # loaded, but not like the others: it must not keep a device's memory
             if self.is_closed:
                 return
-            slot.num_failed_starts += 1
-            log.error("replica %d did not start (%d): %s", slot.index, slot.num_failed_starts, error)
-            given_up = slot.num_failed_starts >= self.config.max_failed_starts
             with self._changed:
-                slot.failure, slot.state = error, SlotState.GIVEN_UP if given_up else SlotState.DEAD
+                slot.failure, slot.is_starting = error, False
+                slot.num_failed_starts += 1
                 self._changed.notify_all()
+            log.error("replica %d did not start (%d): %s", slot.index, slot.num_failed_starts, error)
             return
         log.info("replica %d is ready", slot.index)
         self._on_round()
@@ -349,17 +344,9 @@ class ReplicaSet:
         return config.model_copy(update={"seed": config.model_dump()["seed"] + offset})
 
     def _on_death(self, replica: ReplicaProcess, reason: PeerDiedError) -> None:
-        with self.lock:
-            for slot in self.slots:
-                if slot.replica is replica:
-                    self._set_dead(slot)
-        self._on_loss(replica, reason)
-
-    def _set_dead(self, slot: Slot) -> None:
         with self._changed:
-            if slot.state is SlotState.READY:
-                slot.state = SlotState.DEAD
-                self._changed.notify_all()
+            self._changed.notify_all()
+        self._on_loss(replica, reason)
 
     # --- all replicas ------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from rill.inference.replica import ReplicaProcess
 from rill.inference.replica_worker import End
 from rill.inference.requests import Generates, check_ids, check_request
 from rill.inference.server.prefix_index import PrefixIndex
-from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot, SlotState
+from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
 from rill.inference.tally import total
 from rill.types import Floats, PolicyVersion, TokenIds
 
@@ -223,7 +223,7 @@ class Router(Generates, ReplicaSet):
         """What waits goes to a replica that is back; what has waited too long, or would wait forever, fails."""
         with self.lock:
             limit = time.monotonic() - self.config.start_timeout_s
-            is_hopeless = all(slot.state is SlotState.GIVEN_UP for slot in self.slots)
+            is_hopeless = all(map(self.is_given_up, self.slots))
             late = [f for f in self._waiting if is_hopeless or f.parked_at < limit]
             waiting = [f for f in self._waiting if f not in late] if self.ready() else []
             self._waiting = [f for f in self._waiting if f not in late and f not in waiting]

@@ -28,16 +28,12 @@ routes = Routes()
 
 @routes.post("/v1/chat/completions", Access.CLIENT)
 async def create_chat_completion(call: Call, body: ChatBody) -> Response:
-    return await respond(call, await chat_answer(call.state, body))
+    return await respond(call, ChatAnswer(call.state, body, *await encode_chat(call.state.codec, body)))
 
 
 @routes.post("/v1/chat/completions/tokens", Access.CLIENT)
 async def create_chat_completion_from_tokens(call: Call, body: ChatTokensBody) -> Response:
     return await respond(call, ChatAnswer(call.state, body, body.tokens))
-
-
-async def chat_answer(state: ServerState, body: ChatBody) -> ChatAnswer:
-    return ChatAnswer(state, body, *await encode_chat(state.codec, body))
 
 
 class Said(NamedTuple):

@@ -18,6 +18,7 @@ from rill.data.dialects import ANTHROPIC, RESPONSES, Answer, Dialect
 from rill.errors import RillError
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import respond
+from rill.inference.server.chat import encode_chat
 from rill.inference.server.errors import (
     ApiError,
     bad_request,
@@ -27,7 +28,7 @@ from rill.inference.server.errors import (
 )
 from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes
-from rill.inference.server.routes_chat import ChatAnswer, chat_answer
+from rill.inference.server.routes_chat import ChatAnswer
 from rill.inference.server.schemas import ChatBody, DialectBody, MessagesBody, ResponsesBody
 
 routes = Routes()
@@ -50,7 +51,8 @@ async def _answer(dialect: Dialect, call: Call, body: DialectBody) -> Response:
         raise describe_validation(error) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise bad_request(f"the request cannot be read: {error}") from None
-    return await respond(call, _Translated(dialect, await chat_answer(call.state, chat)))
+    answer = ChatAnswer(call.state, chat, *await encode_chat(call.state.codec, chat))
+    return await respond(call, _Translated(dialect, answer))
 
 
 class _Translated:

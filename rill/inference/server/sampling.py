@@ -84,8 +84,8 @@ def build_requests(
     guide: Guide | None = None,
     pictures: tuple[Picture, ...] = (),
 ) -> list[Request]:
-    """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i. `top_param`: the field that asks
-    for `num_top` of the likeliest tokens."""
+    """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i. `top_param` asks for `num_top`
+    of the likeliest tokens."""
     if num_top:
         what = (
             f"{top_param} is {num_top}: this engine reports the sampled token's log-probability only; use 0"
