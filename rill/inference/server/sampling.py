@@ -87,10 +87,8 @@ def build_requests(
     """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i. `top_param` asks for `num_top`
     of the likeliest tokens."""
     if num_top:
-        what = (
-            f"{top_param} is {num_top}: this engine reports the sampled token's log-probability only; use 0"
-        )
-        state.require(Feature.TOP_LOGPROBS, top_param, what)
+        what = "this engine reports the sampled token's log-probability only; use 0"
+        state.require(Feature.TOP_LOGPROBS, top_param, f"{top_param} is {num_top}: {what}")
     adapter = state.adapter_of(body.model)
     guide = guide or _guide_of(body, state)
     num_samples, most = body.n or 1, state.config.max_samples
