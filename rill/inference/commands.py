@@ -1,4 +1,4 @@
-"""What callers' threads want done, waiting for an engine's thread to do it between two steps (native's and vLLM's).
+"""What callers' threads want done, waiting for the native engine's thread to do it between two steps.
 
     caller   post(name, work) ──► queue ──► run_waiting()   engine's thread
              wait(command)    ◄── done  ◄────────┘
@@ -86,15 +86,14 @@ class CommandQueue:
 
     def check_open(self) -> None:
         """Raises what ended it, or EngineError where it was closed in order."""
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args)
+        self.check_alive()
         if self._is_closed:
             raise EngineError("the engine is closed")
 
     def check_alive(self) -> None:
         """Raises what ended it, unless it was closed in order."""
         if self._failure is not None:
-            self.check_open()
+            raise type(self._failure)(*self._failure.args)
 
     @property
     def is_closed(self) -> bool:

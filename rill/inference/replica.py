@@ -41,8 +41,8 @@ class ReplicaProcess:
         *,
         cluster: Cluster,
         name: str,
-        placement: Placement = 0,
-        start_timeout_s: float = 600.0,
+        placement: Placement,
+        start_timeout_s: float,
         on_news: Callable[[list[Delta], list[End]], None],
         on_death: Callable[[ReplicaProcess, PeerDiedError], None],
     ) -> None:
