@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from rill.data.dialects import ANTHROPIC, RESPONSES, Answer, Dialect
 from rill.errors import RillError
-from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import respond
 from rill.inference.server.chat import encode_chat
 from rill.inference.server.errors import (
@@ -51,21 +50,18 @@ async def _answer(dialect: Dialect, call: Call, body: DialectBody) -> Response:
         raise describe_validation(error) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise bad_request(f"the request cannot be read: {error}") from None
-    answer = ChatAnswer(call.state, chat, *await encode_chat(call.state.codec, chat))
-    return await respond(call, _Translated(dialect, answer))
+    prompt, pictures = await encode_chat(call.state.codec, chat)
+    return await respond(call, _Translated(dialect, call.state, chat, prompt, pictures))
 
 
-class _Translated:
+class _Translated(ChatAnswer):
     """A chat answer in another dialect."""
 
-    def __init__(self, dialect: Dialect, chat: ChatAnswer) -> None:
-        self._dialect, self._chat = dialect, chat
-        self.name, self.is_streamed = chat.name, chat.is_streamed
-        self._answer = Answer(id=chat.id.removeprefix("chatcmpl-"), model=chat.model, created=chat.created)
+    def __init__(self, dialect: Dialect, *asked: Any) -> None:
+        super().__init__(*asked)
+        self._dialect = dialect
+        self._answer = Answer(id=self.id.removeprefix("chatcmpl-"), model=self.model, created=self.created)
         """With what was said so far."""
-
-    def requests(self) -> list[EngineRequest]:
-        return self._chat.requests()
 
     async def whole(self, samples: Samples) -> dict[str, Any]:
         for piece in await samples.whole():
@@ -87,7 +83,7 @@ class _Translated:
 
     def _hear(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
         """What came with it: text, and calls that are complete."""
-        before, said = self._answer, self._chat.hear(piece)
+        before, said = self._answer, self.hear(piece)
         self._answer = replace(
             before,
             content=before.content + said.content,
@@ -97,7 +93,7 @@ class _Translated:
         return said.content, said.calls
 
     def _counted(self, samples: Samples) -> Answer:
-        usage = self._chat.usage(samples)["usage"]
+        usage = self.usage(samples)["usage"]
         return replace(
             self._answer,
             num_prompt_tokens=usage["prompt_tokens"],
