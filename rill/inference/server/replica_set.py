@@ -170,8 +170,10 @@ class ReplicaSet:
     # --- control -----------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
+        told = _Told((mode, timeout_s), {"timeout_s": timeout_s + 5.0}, None)
         with self._telling:
-            self._tell("pause", mode, timeout_s, timeout_s=timeout_s + 5.0)
+            self._told["pause", ""] = told  # also where a replica is late: it is paused all the same
+            self.on_all("pause", *told.args, **told.kwargs)
 
     def resume(self) -> None:
         with self._telling:
