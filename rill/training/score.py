@@ -21,7 +21,7 @@ from rill.errors import ConfigError
 from rill.models.loading import DTYPES, ModelConfig
 from rill.models.ops.int4 import rounded_int4
 from rill.models.train.attention_packed import compile_layer
-from rill.models.train.products import multiply_as_held, sum_in_float32
+from rill.models.train.products import replace_products
 from rill.training.batching import Batcher
 from rill.training.engine_config import EngineConfig, Precision
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
@@ -121,9 +121,9 @@ class FrozenModel:
         if self.world.tensor_size > 1:
             apply_tensor_parallel(self.module.lm, self.world)
         elif self.world.device.type == "cpu" and not config.compile:
-            sum_in_float32(self.module.lm)
+            replace_products(self.module.lm)
         if config.quantization_aware:
-            multiply_as_held(self.module.layers, rounded_int4)
+            replace_products(self.module.layers, held=rounded_int4)
         layers = list(self.module.layers)
         if config.compile:
             for layer in layers:

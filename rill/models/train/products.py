@@ -1,6 +1,6 @@
 """Matrix products of a training step on the CPU: in 16 bits they are summed in float32 and rounded once.
 
-Callers: rill.training.engine and rill.training.score replace the forward of every nn.Linear (`sum_in_float32`);
+Callers: rill.training.engine and rill.training.score replace the forward of every nn.Linear (`replace_products`);
 rill.models.train.head multiplies with `product`. What torch does with a bfloat16 product depends on the processor, and
 without instructions for it takes several times as long as in float32. Here the numbers are the
 same on every machine, up to the order of a float32 sum.
@@ -12,7 +12,7 @@ good as one. On CUDA nothing is replaced: its products are summed in float32 by 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -58,13 +58,6 @@ def linear(
     return _Linear.apply(x, weight_OK, bias_O, sums, held)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def weight_gradient(
-    grad_NO: Tensor, x_NK: Tensor, weight_OK: Tensor, sums: GradientSums | None
-) -> Tensor | None:
-    """gᵀ x: added to `sums` (then None), or returned in the weight's precision."""
-    return hand_over(grad_NO.float().t() @ x_NK.float(), weight_OK, sums)
-
-
 def hand_over(total_OK: Tensor, weight_OK: Tensor, sums: GradientSums | None) -> Tensor | None:
     """A weight's gradient to `sums` (then None), or for autograd in the weight's precision."""
     place = sums.sum_of(weight_OK) if sums is not None and is_coarse(weight_OK) else None
@@ -74,30 +67,18 @@ def hand_over(total_OK: Tensor, weight_OK: Tensor, sums: GradientSums | None) ->
     return None
 
 
-def multiply_as_held(layers: Iterable[nn.Module], held: Held, sums: GradientSums | None = None) -> None:
-    """Quantisation-aware training: the linear layers of these compute with what an engine holds of their weights."""
-    for layer in layers:
-        linears: list[Any] = [m for m in layer.modules() if type(m) is nn.Linear]
-        for module in linears:
-            module.forward = functools.wraps(type(module).forward.__get__(module))(
-                _Forward(module, sums, held)
+def replace_products(model: nn.Module, sums: GradientSums | None = None, held: Held | None = None) -> None:
+    """Its linear layers compute as `linear` does. `held`: quantisation-aware training, with what an engine holds."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            own_forward = nn.Linear.forward.__get__(module)
+            module.forward = functools.wraps(own_forward)(  # type: ignore[method-assign]
+                functools.partial(_forward, module, sums, held)
             )
 
 
-def sum_in_float32(model: nn.Module, sums: GradientSums | None = None) -> None:
-    """Replace the forward of `model`'s linear layers; in float32 they go on as before."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            layer: Any = module
-            layer.forward = functools.wraps(layer.forward)(_Forward(module, sums))
-
-
-class _Forward:
-    def __init__(self, module: nn.Linear, sums: GradientSums | None, held: Held | None = None) -> None:
-        self._module, self._sums, self._held = module, sums, held
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self._module.weight, self._module.bias, self._sums, self._held)
+def _forward(module: nn.Linear, sums: GradientSums | None, held: Held | None, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias, sums, held)
 
 
 class _Linear(torch.autograd.Function):
@@ -124,6 +105,8 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         held = weight if ctx.held is None else ctx.held(weight)
         grad_x = product(grad, held).view(x.shape) if needs_x else None
-        grad_weight = weight_gradient(grad, x.flatten(0, -2), ctx.weight, ctx.sums) if needs_weight else None
+        grad_weight = None
+        if needs_weight:
+            grad_weight = hand_over(grad.float().t() @ x.flatten(0, -2).float(), ctx.weight, ctx.sums)
         grad_bias = grad.float().sum(0).to(grad.dtype) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rill.models.loading import ModelConfig
-from rill.models.train.products import linear, product, sum_in_float32
+from rill.models.train.products import linear, product, replace_products
 from rill.training.policy import PolicyTrainer
 from tests.training.tiny import SHAPE, algorithm, config, make_samples
 
@@ -119,7 +119,7 @@ def test_float32_layers_keep_torchs_product_and_its_gradient() -> None:
     layer = torch.nn.Linear(8, 4)
     x = torch.randn(3, 8)
     expected = layer(x)
-    sum_in_float32(layer, Sums(4, 8))
+    replace_products(layer, Sums(4, 8))
     assert torch.equal(layer(x), expected)
     layer(x).sum().backward()
     assert layer.weight.grad is not None
