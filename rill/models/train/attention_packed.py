@@ -136,7 +136,6 @@ def _padded_attention(
     query_QHE, key_MGE, value_MGE = (x[0].transpose(0, 1) for x in (query, key, value))
     num_repeats = query_QHE.shape[1] // key_MGE.shape[1]
     pieces: list[Tensor] = []
-    rows: list[Tensor] = []
     for group in packed.groups:
         q, k, v = (_take(x, group) for x in (query_QHE, key_MGE, value_MGE))
         if group.keys is not None:
@@ -144,21 +143,19 @@ def _padded_attention(
         mask = group.mask
         if rule.window and k.shape[2] > rule.window:
             mask = _windowed(mask, q.shape[2], k.shape[2], rule.window, q.device)
-        k, v = _repeat_heads(k, num_repeats), _repeat_heads(v, num_repeats)
+        if num_repeats > 1:
+            k, v = (x.repeat_interleave(num_repeats, dim=1) for x in (k, v))
         if not rule.softcap and rule.sinks_H is None:
             out_bHqE = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=rule.scale
             )
         else:
             out_bHqE = _written_out(q, k, v, mask, rule)
-        out = out_bHqE.transpose(1, 2).flatten(0, 1)
-        pieces.append(out if group.contiguous is not None else out.index_select(0, group.flat))
-        rows.append(group.rows)
-    if len(pieces) == 1 and packed.groups[0].contiguous is not None:
-        return pieces[0][None].to(dtype)
-    out_QHE = torch.cat(pieces).to(dtype)
-    # rows is a permutation of the queries: its inverse puts every output back in its place.
-    return out_QHE.index_select(0, torch.argsort(torch.cat(rows)))[None]
+        pieces.append(out_bHqE.transpose(1, 2).flatten(0, 1))
+    out_QHE = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if packed.places is not None:
+        out_QHE = out_QHE.index_select(0, packed.places)
+    return out_QHE[None].to(dtype)
 
 
 def _written_out(
@@ -185,13 +182,6 @@ def _take(x_MHE: Tensor, group: PaddedGroup) -> Tensor:
         block = x_MHE[group.contiguous : group.contiguous + num_rows * num_cols]
         return block.view(num_rows, num_cols, *block.shape[1:]).transpose(1, 2)
     return x_MHE[group.queries].transpose(1, 2)
-
-
-def _repeat_heads(x: Tensor, num_repeats: int) -> Tensor:
-    if num_repeats == 1:
-        return x
-    b, g, k, e = x.shape
-    return x[:, :, None].expand(b, g, num_repeats, k, e).reshape(b, g * num_repeats, k, e)
 
 
 def _windowed(mask: Tensor | None, q: int, k: int, window: int, device: torch.device) -> Tensor:

@@ -59,10 +59,6 @@ class PaddedGroup:
     """int64 [b, k]: prefix positions, then own positions."""
     mask: Tensor | None
     """bool [b, 1, q, k]: None means plain causal."""
-    flat: Tensor
-    """int64: positions of the real queries in the flattened [b, q]."""
-    rows: Tensor
-    """int64: row positions of the same real queries."""
     contiguous: int | None
     """Row start where the group is one run of equal lengths without padding: then it is a view, not a gather."""
 
@@ -85,6 +81,8 @@ class PackedLayout:
     key_tiles: Tensor | None = None
     """Work lists of rill.models.ops.triton_segments; None where it cannot run."""
     groups: tuple[PaddedGroup, ...] = ()
+    places: Tensor | None = None
+    """int64: where each query's output lies among those of all groups; None: in its own place."""
     context_group: Any = None
     """Process group over which the row is cut, or None."""
 
@@ -110,6 +108,13 @@ def build_layout(
         from rill.models.ops.triton_segments import plan_tiles
 
         query_tiles, key_tiles = (copy_in(t, device) for t in plan_tiles(query_lengths, key_lengths))
+    groups: tuple[PaddedGroup, ...] = ()
+    places = None
+    if not use_flash:
+        alike = _alike(segments)
+        groups = tuple(_padded_group(group, offset, device) for group in alike)
+        if len(groups) > 1 or groups[0].contiguous is None:
+            places = copy_in(_places(alike, offset), device)
     ends = np.cumsum([[0, *query_lengths], [0, *key_lengths]], axis=1).astype(np.int32)
     cu_queries, cu_keys = copy_in(ends, device)
     return PackedLayout(
@@ -121,7 +126,8 @@ def build_layout(
         key_index=key_index,
         query_tiles=query_tiles,
         key_tiles=key_tiles,
-        groups=() if use_flash else _padded_groups(segments, offset, device),
+        groups=groups,
+        places=places,
         context_group=context_group,
     )
 
@@ -144,17 +150,9 @@ def can_use_flash(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-def _padded_groups(segments: Sequence[Segment], offset: int, device: torch.device) -> tuple[PaddedGroup, ...]:
-    """Cut the segments, sorted by shape, where padding would exceed _MAX_PADDING.
-
-    Order within equal shapes is row order, so a row of equal lengths stays one contiguous view.
-    """
-    if (
-        len({(s.length, s.prefix_length) for s in segments}) == 1
-        and not segments[0].prefix_length
-        and offset == 0
-    ):
-        return (_padded_group(list(segments), offset, device),)
+def _alike(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """The segments, sorted by shape and cut where padding would exceed _MAX_PADDING. Order within equal shapes is row
+    order, so a row of equal lengths stays one contiguous view."""
     order = sorted(segments, key=lambda s: (s.prefix_length > 0, s.prefix_length, -s.length, s.start))
     groups: list[list[Segment]] = []
     real = longest = longest_prefix = 0
@@ -168,44 +166,46 @@ def _padded_groups(segments: Sequence[Segment], offset: int, device: torch.devic
                 continue
         groups.append([segment])
         real, longest, longest_prefix = area, segment.length, segment.prefix_length
-    return tuple(_padded_group(group, offset, device) for group in groups)
+    return groups
+
+
+def _places(groups: list[list[Segment]], offset: int) -> np.ndarray[Any, Any]:
+    """Of each query, counted from this rank's first, in the groups' padded outputs one after the other."""
+    places = np.empty(sum(s.length for group in groups for s in group), dtype=np.int64)
+    first = 0
+    for group in groups:
+        length = max(s.length for s in group)
+        for s in group:
+            places[s.start - offset : s.end - offset] = np.arange(first, first + s.length)
+            first += length
+    return places
 
 
 def _padded_group(segments: list[Segment], offset: int, device: torch.device) -> PaddedGroup:
-    length = max(s.length for s in segments)
-    prefix = max(s.prefix_length for s in segments)
-    starts = np.array([s.start for s in segments])[:, None]
-    lengths = np.array([s.length for s in segments])[:, None]
-    columns = np.arange(length)[None, :]
-    is_real = columns < lengths
+    starts, lengths, prefix_starts, prefix_lengths = np.array(
+        [(s.start, s.length, s.prefix_start, s.prefix_length) for s in segments]
+    ).T[:, :, None]
+    length, prefix = lengths.max(), prefix_lengths.max()
+    columns, prefix_columns = np.arange(length), np.arange(prefix)
+    is_real, in_prefix = columns < lengths, prefix_columns < prefix_lengths
     queries = np.where(is_real, starts + columns, starts)
     keys = mask = None
     if prefix:
-        prefix_starts = np.array([s.prefix_start for s in segments])[:, None]
-        prefix_lengths = np.array([s.prefix_length for s in segments])[:, None]
-        prefix_columns = np.arange(prefix)[None, :]
-        in_prefix = prefix_columns < prefix_lengths
-        keys = np.concatenate(
-            [np.where(in_prefix, prefix_starts + prefix_columns, prefix_starts), queries], axis=1
+        keys = np.where(in_prefix, prefix_starts + prefix_columns, prefix_starts)
+        mask = np.repeat(
+            np.tri(length, prefix + length, prefix, dtype=bool)[None, None], len(segments), axis=0
         )
-        mask = np.concatenate(
-            [
-                np.broadcast_to(in_prefix[:, None, :], (len(segments), length, prefix)),
-                np.broadcast_to(np.tri(length, dtype=bool)[None], (len(segments), length, length)),
-            ],
-            axis=2,
-        )[:, None]
+        mask[..., :prefix] = in_prefix[:, None, None]
+    if prefix or offset:
+        keys = queries if keys is None else np.concatenate([keys, queries], axis=1)
     runs_on = all(b.start == a.end for a, b in zip(segments, segments[1:], strict=False))
-    is_view = prefix == 0 and bool(is_real.all()) and runs_on
-
+    is_view = keys is None and bool(is_real.all()) and runs_on
     return PaddedGroup(
-        # Queries and the scattered output count from this rank's first token, keys from the row's.
+        # Queries count from this rank's first token, keys from the row's.
         queries=copy_in(queries - offset, device),
-        keys=copy_in(queries if keys is None else keys, device) if offset or keys is not None else None,
+        keys=None if keys is None else copy_in(keys, device),
         mask=None if mask is None else copy_in(mask, device),
-        flat=copy_in(np.flatnonzero(is_real.ravel()), device),
-        rows=copy_in((queries - offset)[is_real], device),
-        contiguous=segments[0].start - offset if is_view and not offset else None,
+        contiguous=segments[0].start if is_view else None,
     )
 
 
