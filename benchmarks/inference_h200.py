@@ -522,14 +522,15 @@ class Products:
 
     def ours(self, i: int, *, is_fp8: bool, shape: Any) -> torch.Tensor:
         from rill.models.ops.fp8 import Fp8Rows
-        from rill.models.ops.triton_skinny import gated_product, product
+        from rill.models.ops.triton_skinny import product
 
-        options: dict[str, Any] = {"is_gelu": False} if self.is_gated else {"dtype": torch.float32}
-        call = gated_product if self.is_gated else product
+        options: dict[str, Any] = {"dtype": torch.float32}
+        if self.is_gated:
+            options = {"dtype": torch.bfloat16, "is_gelu": False}
         if not is_fp8:
-            return call(self.x, self.weights[i], shape, **options)
+            return product(self.x, self.weights[i], shape, **options)
         values, scales = self.quantized[i]
-        return call(Fp8Rows(self.x8, self.x_scales), values, shape, scales_N=scales, **options)
+        return product(Fp8Rows(self.x8, self.x_scales), values, shape, scales_N=scales, **options)
 
     def variants(self) -> dict[str, Any]:
         found: dict[str, Any] = {

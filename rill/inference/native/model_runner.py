@@ -33,7 +33,7 @@ from rill.models.decode.attention_paged import (
     paged_context,
 )
 from rill.models.decode.decoder import Decoder, DecoderOps
-from rill.models.decode.quantized import Writer, quantize_weights, quantized_decoder
+from rill.models.decode.quantized import Writer, quantize_stages, quantize_weights
 from rill.models.decode.shards import Shards
 from rill.models.decode.structure import LinearFn, read_structure
 from rill.models.eager import LogitRule, Probe, decoder_of
@@ -313,7 +313,7 @@ class ModelRunner:
         is_fp8 = weights == "fp8"
         if (is_fp8 or cache) and not multiplies_fp8(self.device):
             logger.warning("no FP8 units here: numbers are rounded to 8 bits and multiplied as before")
-        self.decoder = quantized_decoder(self.decoder, weights=is_fp8, cache=cache)
+        quantize_stages(self.decoder, weights=is_fp8, cache=cache)
 
     def use_modules(self) -> None:
         """Never the decoder: what it computes is not what the modules do."""

@@ -23,7 +23,7 @@ import torch
 from rill.models.decode.attention_paged import CacheRows, FlatKernels, KVCache, PagedBatch
 from rill.models.decode.structure import MLP, HeadNorms, Layer, LinearFn, Norm, Projection, Structure
 from rill.models.decode.tensor_group import TensorGroup
-from rill.models.ops.fp8 import NO_SCALES, Activations, ProductScales
+from rill.models.ops.fp8 import Activations, ProductScales
 
 if TYPE_CHECKING:
     from rill.models.decode.low_rank import AdapterRows
@@ -155,13 +155,13 @@ class KernelStages:
             self._norm_in_place(qkv[:, width : width + kv_width], layer.head_norms.key)
         if layer.turn is not None:
             layer.turn(qkv[:, : width + kv_width].view(len(qkv), -1, call.key_dim), rows.positions_N)
-        self.store(qkv, rows, call.num_heads, norms, *scales)
+        self._ops.rope_store(qkv, rows, call.num_heads, norms, *scales)
         return qkv
 
     def gated(self, x: Activations, mlp: MLP) -> Activations:
         """act(x Gᵀ) · (x Uᵀ)."""
         gate_up, scales = self.multiplied(mlp.gate_up, x, is_whole=False)
-        return self.activated(gate_up, mlp, *scales)
+        return self._ops.act_mul(gate_up, *scales, gelu=mlp.is_gelu)
 
     def join(
         self,
@@ -186,32 +186,14 @@ class KernelStages:
             x = x * scale
         if following is None:
             return hidden.add_(x)
-        return self.normed(hidden, x, following, *scales)
+        return add_norm(self._ops, hidden, x, following, *scales)
 
     def multiplied(
         self, projection: Projection, x: Activations, *, is_whole: bool
     ) -> tuple[torch.Tensor, tuple[ProductScales, ...]]:
-        """A product, and what is left to do to it, if anything: never where is_whole."""
+        """A product, and what is left to do to it, if anything: never where is_whole. The operation that reads it does
+        it, and gives activations in 8 bits."""
         return self.project(projection, x), ()
-
-    def store(
-        self,
-        qkv: torch.Tensor,
-        rows: CacheRows,
-        num_heads: int,
-        norms: HeadNorms | None,
-        scales: ProductScales = NO_SCALES,
-    ) -> None:
-        self._ops.rope_store(qkv, rows, num_heads, norms)
-
-    def activated(self, gate_up: torch.Tensor, mlp: MLP, scales: ProductScales = NO_SCALES) -> Activations:
-        return self._ops.act_mul(gate_up, gelu=mlp.is_gelu)
-
-    def normed(
-        self, hidden: torch.Tensor, x: torch.Tensor, norm: Norm, scales: ProductScales = NO_SCALES
-    ) -> Activations:
-        """hidden += x, in place; returns norm(hidden)."""
-        return add_norm(self._ops, hidden, x, norm)
 
     def project(self, projection: Projection, x: Activations) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
@@ -223,10 +205,12 @@ class KernelStages:
         part.copy_(add_norm(self._ops, rows, None, norm).view(part.shape))
 
 
-def add_norm(ops: DecoderOps, hidden: torch.Tensor, addend: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+def add_norm(
+    ops: DecoderOps, hidden: torch.Tensor, addend: torch.Tensor | None, norm: Norm, *scales: ProductScales
+) -> torch.Tensor:
     """hidden += addend, in place; returns norm(hidden)."""
     if not norm.is_centered:
-        return ops.add_norm(hidden, addend, norm)
+        return ops.add_norm(hidden, addend, norm, *scales)
     if addend is not None:
         hidden += addend
     return torch.nn.functional.layer_norm(hidden, norm.weight.shape, norm.weight, None, norm.eps)

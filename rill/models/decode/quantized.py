@@ -19,16 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, cast
 
 import torch
 
 from rill.errors import UnsupportedError
 from rill.models.decode.attention_paged import CacheRows
-from rill.models.decode.decoder import Decoder, KernelStages
-from rill.models.decode.structure import MLP, HeadNorms, Layer, Norm, Projection, Structure
+from rill.models.decode.decoder import Decoder, DecoderOps, KernelStages
+from rill.models.decode.structure import Layer, Projection, Structure
 from rill.models.ops.fp8 import (
-    NO_SCALES,
     Activations,
     Fp8Rows,
     ProductScales,
@@ -37,9 +35,6 @@ from rill.models.ops.fp8 import (
     rounded_plain,
 )
 from rill.models.ops.int4 import check_groups, rounded_int4
-
-if TYPE_CHECKING:
-    from rill.models.ops.triton_kernels import TritonKernels
 
 Writer = Callable[[torch.Tensor], object]
 """Brings a whole new parameter to the form in which it is held."""
@@ -106,62 +101,32 @@ def _in_8_bits(projection: Projection) -> dict[int, Writer]:
     return found
 
 
-def quantized_decoder(decoder: Decoder, *, weights: bool, cache: bool) -> Decoder:
-    """Over the same structure. `weights`: they have 8 bits; `cache`: keys and values have."""
-    is_native = multiplies_fp8(decoder.structure.final_norm.weight.device)
-    if not (weights or cache) or (is_native and not weights):
-        return decoder  # its kernels write and read whatever the cache holds
-    made = Decoder(decoder.structure, decoder.ops)
-    if is_native:
-        made.stages = Fp8Stages(decoder)
-    else:
-        made.stages = RoundedStages(decoder, weights=weights, cache=cache)
-    return made
+def quantize_stages(decoder: Decoder, *, weights: bool, cache: bool) -> None:
+    """`weights`: they have 8 bits; `cache`: keys and values have."""
+    ops = decoder.ops
+    if multiplies_fp8(decoder.structure.final_norm.weight.device):
+        if weights:  # the kernels write and read whatever the cache holds
+            decoder.stages = Fp8Stages(ops, ops.linear)
+    elif weights or cache:
+        decoder.stages = RoundedStages(ops, weights=weights, cache=cache)
 
 
 class Fp8Stages(KernelStages):
     """Activations are made in 8 bits and multiplied so; a product's scales are applied by the kernel that reads it."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder.ops, decoder.ops.linear)
-        self._kernels = cast("TritonKernels", decoder.ops)
-        self._final = decoder.structure.final_norm
 
     def multiplied(
         self, projection: Projection, x: Activations, *, is_whole: bool
     ) -> tuple[torch.Tensor, tuple[ProductScales, ...]]:
         assert projection.weight is not None
         rows = Fp8Rows.of(x) if isinstance(x, torch.Tensor) else x
-        y, scales = (
-            rows.product(projection.weight),
-            ProductScales(rows.scales_B, projection.scales, projection.bias),
-        )
+        y = rows.product(projection.weight)
+        scales = ProductScales(rows.scales_B, projection.scales, projection.bias)
         return (scales.applied(y), ()) if is_whole else (y, (scales,))
-
-    def store(
-        self,
-        qkv: torch.Tensor,
-        rows: CacheRows,
-        num_heads: int,
-        norms: HeadNorms | None,
-        scales: ProductScales = NO_SCALES,
-    ) -> None:
-        self._kernels.rope_store(qkv, rows, num_heads, norms, scales)
-
-    def activated(self, gate_up: torch.Tensor, mlp: MLP, scales: ProductScales = NO_SCALES) -> Activations:
-        return self._kernels.act_mul_fp8(gate_up, gelu=mlp.is_gelu, scales=scales)
-
-    def normed(
-        self, hidden: torch.Tensor, x: torch.Tensor, norm: Norm, scales: ProductScales = NO_SCALES
-    ) -> Activations:
-        if norm.is_centered:
-            return super().normed(hidden, x, norm)
-        return self._kernels.add_norm_fp8(hidden, x, norm, scales, is_last=norm is self._final)
 
 
 class RoundedStages(KernelStages):
-    def __init__(self, decoder: Decoder, *, weights: bool, cache: bool) -> None:
-        super().__init__(decoder.ops, decoder.ops.linear)
+    def __init__(self, ops: DecoderOps, *, weights: bool, cache: bool) -> None:
+        super().__init__(ops, ops.linear)
         self._weights, self._cache = weights, cache
 
     def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> torch.Tensor:

@@ -16,8 +16,8 @@ import torch
 from rill.models.decode.attention_paged import CacheRows
 from rill.models.decode.decoder import Decoder, KernelStages
 from rill.models.decode.structure import MLP, Layer, Norm, Projection
-from rill.models.ops.fp8 import FP8, Activations, Fp8Rows, num_rows
-from rill.models.ops.triton_skinny import ProductShape, add_parts_norm, gated_product, product, turn_parts
+from rill.models.ops.fp8 import FP8, Activations, Fp8Rows, values_and_scales
+from rill.models.ops.triton_skinny import ProductShape, add_parts_norm, product, turn_parts
 
 MAX_ROWS = 64
 FEW_ROWS = 16
@@ -32,7 +32,7 @@ class SkinnyStages(KernelStages):
 
     def __init__(self, decoder: Decoder, head_VE: torch.Tensor) -> None:
         super().__init__(decoder.ops, decoder.ops.linear)
-        self._head, self._final = head_VE, decoder.structure.final_norm  # the head reads no numbers of 8 bits
+        self._head = head_VE
         self._num_sms = torch.cuda.get_device_properties(head_VE.device).multi_processor_count
 
     @staticmethod
@@ -48,10 +48,7 @@ class SkinnyStages(KernelStages):
         )
 
     def gated(self, x: Activations, mlp: MLP) -> torch.Tensor:
-        x, weight, scales = _operands(x, mlp.gate_up)
-        return gated_product(
-            x, weight, self._shape(weight, num_rows(x), is_gated=True), is_gelu=mlp.is_gelu, scales_N=scales
-        )
+        return self._product(x, mlp.gate_up, self._head.dtype, is_gelu=mlp.is_gelu)[0]
 
     def join(
         self,
@@ -63,7 +60,7 @@ class SkinnyStages(KernelStages):
         scale: float,
     ) -> Activations:
         assert projection is not None and following is not None and scale == 1.0
-        to_fp8 = projection.scales is not None and following is not self._final
+        to_fp8 = projection.scales is not None and not following.is_last
         return add_parts_norm(
             hidden, self._parts(x, projection), projection.bias, post, following, to_fp8=to_fp8
         )
@@ -74,8 +71,17 @@ class SkinnyStages(KernelStages):
         return product(hidden_BE, self._head, shape, dtype=hidden_BE.dtype)[0]
 
     def _parts(self, x: Activations, projection: Projection) -> torch.Tensor:
-        x, weight, scales = _operands(x, projection)
-        return product(x, weight, self._shape(weight, num_rows(x)), dtype=torch.float32, scales_N=scales)
+        return self._product(x, projection, torch.float32)
+
+    def _product(
+        self, x: Activations, projection: Projection, dtype: torch.dtype, is_gelu: bool | None = None
+    ) -> torch.Tensor:
+        weight, scales = projection.weight, projection.scales
+        assert weight is not None
+        if scales is not None and isinstance(x, torch.Tensor):
+            x = Fp8Rows.of(x)
+        shape = self._shape(weight, len(values_and_scales(x)[0]), is_gated=is_gelu is not None)
+        return product(x, weight, shape, dtype=dtype, scales_N=scales, is_gelu=is_gelu)
 
     def _shape(
         self, weight: torch.Tensor, rows: int, *, is_gated: bool = False, is_cut: bool = True
@@ -101,15 +107,6 @@ class SkinnyStages(KernelStages):
             num_warps=4,
             prefetch_bytes=per_row,
         )
-
-
-def _operands(
-    x: Activations, projection: Projection
-) -> tuple[Activations, torch.Tensor, torch.Tensor | None]:
-    assert projection.weight is not None
-    if projection.scales is not None and isinstance(x, torch.Tensor):
-        x = Fp8Rows.of(x)
-    return x, projection.weight, projection.scales
 
 
 def _is_plain(layer: Layer) -> bool:

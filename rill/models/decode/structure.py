@@ -54,6 +54,8 @@ class Norm:
     """Multiplies by 1 + weight, without rounding in between."""
     is_centered: bool = False
     """The mean is taken off first: a LayerNorm without bias."""
+    is_last: bool = False
+    """What it gives goes to the head, which reads no numbers of 8 bits."""
 
 
 class HeadNorms(NamedTuple):
@@ -181,6 +183,7 @@ def read_structure(model: PreTrainedModel, probe: Probe, *, fuse: bool, max_len:
         if layer is None:
             return None
         layers.append(layer)
+    final_norm.is_last = True
     return Structure(embed, scale, layers, final_norm, tables.made, backbone.rotary_emb)
 
 

@@ -72,8 +72,8 @@ Activations = torch.Tensor | Fp8Rows
 """What flows from a norm or an activation to a product."""
 
 
-def num_rows(x: Activations) -> int:
-    return len(x) if isinstance(x, torch.Tensor) else len(x.values_BK)
+def values_and_scales(x: Activations) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (x, None) if isinstance(x, torch.Tensor) else x
 
 
 class ProductScales(NamedTuple):

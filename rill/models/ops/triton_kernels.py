@@ -9,12 +9,14 @@ Axes: N token of the flat batch, B sequence, H query head, K key/value head, D h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rill.models.decode.attention_paged import CacheRows, FlatKernels, PagedBatch
 from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.eager import ScoreRule
-from rill.models.ops.fp8 import NO_SCALES, Activations, Fp8Rows, ProductScales
+from rill.models.ops.fp8 import NO_SCALES, Fp8Rows, ProductScales, values_and_scales
 from rill.models.ops.triton_decode import DecodeAttention
 from rill.models.ops.triton_fp8 import cached, scaled, store_fp8, widened, widening
 from rill.models.ops.triton_language import (
@@ -277,59 +279,37 @@ class TritonKernels(FlatKernels):
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight, bias)
 
-    def add_norm(self, hidden: torch.Tensor, addend: torch.Tensor | None, norm: Norm) -> torch.Tensor:
-        out = torch.empty_like(hidden)
-        self._add_norm(hidden, addend, norm, NO_SCALES, out, None)
-        return out
-
-    def add_norm_fp8(
-        self, hidden: torch.Tensor, addend: torch.Tensor, norm: Norm, scales: ProductScales, *, is_last: bool
-    ) -> Activations:
-        """add_norm of a product that lacks its scales; the result is written in 8 bits alone, unless it is the last."""
-        if is_last:
-            out = torch.empty_like(hidden)
-            self._add_norm(hidden, addend, norm, scales, out, None)
-            return out
-        rows = Fp8Rows.empty(hidden.shape, hidden.device)
-        self._add_norm(hidden, addend, norm, scales, *rows)
-        return rows
-
-    def _add_norm(
+    def add_norm(
         self,
         hidden: torch.Tensor,
         addend: torch.Tensor | None,
         norm: Norm,
-        scales: ProductScales,
-        out: torch.Tensor,
-        out_scales: torch.Tensor | None,
-    ) -> None:
+        scales: ProductScales = NO_SCALES,
+    ) -> Any:
+        """`scales`: that the product `addend` lacks; the result has 8 bits then, unless the head reads it."""
         rows, size = hidden.shape
         block = power_of_2(size)
+        to_fp8 = scales.x_B is not None and not norm.is_last
+        made = Fp8Rows.empty(hidden.shape, hidden.device) if to_fp8 else torch.empty_like(hidden)
         _add_norm[(rows,)](
-            hidden, addend, *scales, norm.weight, out, out_scales, size, norm.eps, HAS_X=addend is not None,
+            hidden, addend, *scales, norm.weight, *values_and_scales(made), size, norm.eps, HAS_X=addend is not None,
             GEMMA=norm.is_offset, BLOCK=block, SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
-            TO_FP8=out_scales is not None, num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
+            TO_FP8=to_fp8, num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
         )  # fmt: skip
+        return made
 
-    def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
-        rows, width = gate_up.shape
-        out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
-        _act_mul[(rows, ceil_div(width // 2, 2048))](
-            gate_up, None, None, out, None, width // 2, GELU=gelu, BLOCK=2048, TO_FP8=False, num_warps=4,
-            **early_launch(gate_up.device),
+    def act_mul(self, gate_up: torch.Tensor, scales: ProductScales = NO_SCALES, *, gelu: bool) -> Any:
+        """`scales`: that the product lacks; the result has 8 bits then."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        to_fp8 = scales.x_B is not None
+        size = (rows, width)
+        made = Fp8Rows.empty(size, gate_up.device) if to_fp8 else gate_up.new_empty(size)
+        block = power_of_2(width) if to_fp8 else 2048  # a row's scale needs all of it
+        _act_mul[(rows, ceil_div(width, block))](
+            gate_up, scales.x_B, scales.weight_N, *values_and_scales(made), width, GELU=gelu, BLOCK=block,
+            TO_FP8=to_fp8, num_warps=min(16, max(4, block // 1024)), **early_launch(gate_up.device),
         )  # fmt: skip
-        return out
-
-    def act_mul_fp8(self, gate_up: torch.Tensor, *, gelu: bool, scales: ProductScales) -> Fp8Rows:
-        """act_mul of a product that lacks its scales, in 8 bits."""
-        rows, width = gate_up.shape
-        out = Fp8Rows.empty((rows, width // 2), gate_up.device)
-        block = power_of_2(width // 2)
-        _act_mul[(rows, 1)](
-            gate_up, scales.x_B, scales.weight_N, *out, width // 2, GELU=gelu, BLOCK=block, TO_FP8=True,
-            num_warps=min(16, max(4, block // 1024)), **early_launch(gate_up.device),
-        )  # fmt: skip
-        return out
+        return made
 
     def rope_store(
         self,

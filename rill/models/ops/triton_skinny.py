@@ -21,7 +21,7 @@ import torch
 
 from rill.models.decode.attention_paged import CacheRows
 from rill.models.decode.structure import HeadNorms, Norm
-from rill.models.ops.fp8 import Activations, Fp8Rows, num_rows
+from rill.models.ops.fp8 import Activations, Fp8Rows, values_and_scales
 from rill.models.ops.triton_fp8 import cached, store_fp8
 from rill.models.ops.triton_language import (
     await_inputs,
@@ -232,49 +232,21 @@ def product(
     *,
     dtype: torch.dtype,
     scales_N: torch.Tensor | None = None,
+    is_gelu: bool | None = None,
 ) -> torch.Tensor:
-    """Parts [P, B, N] whose sum is x @ weight.T. A weight of 8 bits has scales, and x has 8 bits then too."""
-    num_out = weight_NK.shape[0]
-    out = torch.empty(shape.num_parts, num_rows(x_BK), num_out, dtype=dtype, device=weight_NK.device)
-    return _launch(x_BK, weight_NK, scales_N, out, shape, num_out, is_gated=False, is_gelu=False)
-
-
-def gated_product(
-    x_BK: Activations,
-    weight_NK: torch.Tensor,
-    shape: ProductShape,
-    *,
-    is_gelu: bool,
-    scales_N: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """act(x @ gate.T) · (x @ up.T), gates being the first half of the weight's rows."""
-    assert shape.num_parts == 1
-    num_out = weight_NK.shape[0] // 2
-    dtype = x_BK.dtype if isinstance(x_BK, torch.Tensor) else torch.bfloat16
-    out = torch.empty(num_rows(x_BK), num_out, dtype=dtype, device=weight_NK.device)
-    return _launch(x_BK, weight_NK, scales_N, out, shape, num_out, is_gated=True, is_gelu=is_gelu)
-
-
-def _launch(
-    x_BK: Activations,
-    weight_NK: torch.Tensor,
-    scales_N: torch.Tensor | None,
-    out: torch.Tensor,
-    shape: ProductShape,
-    num_out: int,
-    *,
-    is_gated: bool,
-    is_gelu: bool,
-) -> torch.Tensor:
-    x, x_scales = (x_BK, None) if isinstance(x_BK, torch.Tensor) else x_BK
-    assert (x_scales is None) == (scales_N is None)
-    rows, num_in = x.shape
-    num_tiles = ceil_div(num_out, shape.tile_n // 2 if is_gated else shape.tile_n)
+    """Parts [P, B, N] whose sum is x @ weight.T. A weight of 8 bits has scales, and x has 8 bits then too. `is_gelu`:
+    the weight's rows are gates and then ups, and the one part is act(x @ gate.T) · (x @ up.T)."""
+    x, x_scales = values_and_scales(x_BK)
+    is_gated = is_gelu is not None
+    assert (x_scales is None) == (scales_N is None) and not (is_gated and shape.num_parts > 1)
+    (rows, num_in), sides = x.shape, 2 if is_gated else 1
+    num_out = weight_NK.shape[0] // sides
+    out = torch.empty(shape.num_parts, rows, num_out, dtype=dtype, device=x.device)
     part_in = ceil_div(num_in // shape.tile_k, shape.num_parts) * shape.tile_k
     early = early_launch(x.device)
-    _product[(num_tiles, shape.num_parts)](
+    _product[(ceil_div(num_out, shape.tile_n // sides), shape.num_parts)](
         x, weight_NK, x_scales, scales_N, out, rows, num_out, num_in, part_in, shape.prefetch_bytes, GATED=is_gated,
-        GELU=is_gelu, TILE_B=max(16, power_of_2(rows)), TILE_N=shape.tile_n, TILE_K=shape.tile_k,
+        GELU=is_gelu is True, TILE_B=max(16, power_of_2(rows)), TILE_N=shape.tile_n, TILE_K=shape.tile_k,
         SCALED=scales_N is not None, PREFETCH=early["PDL"] and shape.prefetch_bytes > 0 and x.dtype.itemsize <= 2,
         PRECISION=precision(x.dtype), num_warps=shape.num_warps, num_stages=shape.num_stages, **early,
     )  # fmt: skip
@@ -293,12 +265,10 @@ def add_parts_norm(
     """hidden += Σ parts (normed first by `post`), in place; returns norm(hidden)."""
     rows, size = hidden_BE.shape
     made = Fp8Rows.empty(hidden_BE.shape, hidden_BE.device) if to_fp8 else torch.empty_like(hidden_BE)
-    out, scales = (made, None) if isinstance(made, torch.Tensor) else made
     _add_parts_norm[(rows,)](
-        hidden_BE, parts_PBE, bias, None if post is None else post.weight, norm.weight, out, scales, rows, size,
-        norm.eps, P=len(parts_PBE), HAS_BIAS=bias is not None, HAS_POST=post is not None, GEMMA=norm.is_offset,
-        TO_FP8=to_fp8,
-        BLOCK=power_of_2(size), num_warps=8, **early_launch(hidden_BE.device),
+        hidden_BE, parts_PBE, bias, None if post is None else post.weight, norm.weight, *values_and_scales(made), rows,
+        size, norm.eps, P=len(parts_PBE), HAS_BIAS=bias is not None, HAS_POST=post is not None, GEMMA=norm.is_offset,
+        TO_FP8=to_fp8, BLOCK=power_of_2(size), num_warps=8, **early_launch(hidden_BE.device),
     )  # fmt: skip
     return made
 
