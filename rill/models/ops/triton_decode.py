@@ -16,7 +16,7 @@ import torch
 
 from rill.models.decode.decode_work import GROUP_ROWS, MAX_PIECES, TILE, WORDS, DecodeWork
 from rill.models.eager import ScoreRule
-from rill.models.ops.triton_fp8 import widened, widened_pairs, widening
+from rill.models.ops.triton_fp8 import as_read, widened_pairs
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
 
@@ -58,12 +58,13 @@ def _join(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _attend(  # type: ignore[no-untyped-def]
-    q, keys_ptr, values_ptr, table, kv, begin, end, first, top, total, scale, cap, K: tl.constexpr, D: tl.constexpr,
+def attend(  # type: ignore[no-untyped-def]
+    q, keys_ptr, values_ptr, table, kv, begin, end, first, last, top, total, scale, cap, K, D: tl.constexpr,
     DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_CAP: tl.constexpr, WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries over tokens [begin, end) from `first` on: (Σ of values, largest score, Σ of weights).
+    """Queries over tokens [begin, end): (Σ of values, largest score, Σ of weights). They see tokens first … last, which
+    are numbers, or [M, 1] of each query's own.
 
     WIDEN == 2: numbers of 8 bits are read two at a time, as 16 bits, which the way to the tensor cores can turn; the
     even and the odd ones are multiplied apart and put together at the end.
@@ -74,14 +75,12 @@ def _attend(  # type: ignore[no-untyped-def]
     if WIDEN == 2:
         odd_acc = tl.zeros([q.shape[0], DP // PER], tl.float32)
         even_q, odd_q = tl.split(tl.reshape(q, (q.shape[0], DP // 2, 2)))
-    # Whole tiles before the window are skipped; tiles keep their places, so the order of the rest is the same.
-    for at in range(tl.maximum(begin, first // TILE * TILE), end, TILE):
+    for at in range(begin, end, TILE):
         t = at + tl.arange(0, TILE)
-        seen = (t < end) & (t >= first)
-        block = tl.load(table + t // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        block = tl.load(table + t // BLOCK_SIZE, mask=t < end, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + t % BLOCK_SIZE
         where = (slot * K + kv)[:, None] * (D // PER) + d[None, :]
-        inside = seen[:, None] & (d < D // PER)[None, :]
+        inside = (t < end)[:, None] & (d < D // PER)[None, :]
         k = tl.load(keys_ptr + where, mask=inside, other=0.0)
         v = tl.load(values_ptr + where, mask=inside, other=0.0)
         if WIDEN == 2:
@@ -90,14 +89,15 @@ def _attend(  # type: ignore[no-untyped-def]
             s = tl.dot(odd_q, tl.trans(odd_k), tl.dot(even_q, tl.trans(k))) * scale
         else:
             if WIDEN == 1:
-                k = widened(k, q.dtype, False)
-                v = widened(v, q.dtype, False)
+                k = k.to(tl.float32).to(q.dtype)
+                v = v.to(tl.float32).to(q.dtype)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_CAP:
             s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
-        s = tl.where(seen[None, :], s, -1e30)
+        seen = (t[None, :] >= first) & (t[None, :] <= last)
+        s = tl.where(seen, s, -1e30)
         best = tl.maximum(top, tl.max(s, axis=1))
-        p = tl.where(seen[None, :], tl.exp(s - best[:, None]), 0.0)
+        p = tl.where(seen, tl.exp(s - best[:, None]), 0.0)
         keep = tl.exp(top - best)
         total = total * keep + tl.sum(p, axis=1)
         acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
@@ -142,9 +142,9 @@ def _shared(  # type: ignore[no-untyped-def]
             sink = tl.load(sinks_ptr + head, mask=is_mine, other=0.0).to(tl.float32)
             top = tl.where(piece == 0, sink, top)
             total = tl.where(piece == 0, 1.0, total)
-        acc, top, total = _attend(
-            q, keys_ptr, values_ptr, table, kv, begin, end, 0, top, total, scale, cap, K, D, DP, BLOCK_SIZE, TILE,
-            HAS_CAP, WIDEN, PRECISION,
+        acc, top, total = attend(
+            q, keys_ptr, values_ptr, table, kv, begin, end, 0, end - 1, top, total, scale, cap, K, D, DP, BLOCK_SIZE,
+            TILE, HAS_CAP, WIDEN, PRECISION,
         )  # fmt: skip
         base = (row * H + head) * MAX_PIECES + piece
         tl.store(part_ptr + base[:, None] * DP + d[None, :], acc, mask=is_mine[:, None])
@@ -174,7 +174,9 @@ def _decode(  # type: ignore[no-untyped-def]
     if end > begin:  # an empty entry waits for nothing and makes room
         first = 0
         if HAS_WINDOW:
+            # Whole tiles before it are skipped; tiles keep their places, so the order of the rest is the same.
             first = tl.maximum(tl.load(entry + 6) - window, 0)
+            begin = tl.maximum(begin, first // TILE * TILE)
         g = tl.arange(0, GP)
         d = tl.arange(0, DP)
         head = kv * G + g
@@ -189,9 +191,9 @@ def _decode(  # type: ignore[no-untyped-def]
             sink = tl.load(sinks_ptr + head, mask=g < G, other=0.0).to(tl.float32)
             top = tl.where(piece == 0, sink, top)
             total = tl.where(piece == 0, 1.0, total)
-        acc, top, total = _attend(
-            q, keys_ptr, values_ptr, table, kv, begin, end, first, top, total, scale, cap, K, D, DP, BLOCK_SIZE, TILE,
-            HAS_CAP, WIDEN, PRECISION,
+        acc, top, total = attend(
+            q, keys_ptr, values_ptr, table, kv, begin, end, first, end - 1, top, total, scale, cap, K, D, DP,
+            BLOCK_SIZE, TILE, HAS_CAP, WIDEN, PRECISION,
         )  # fmt: skip
         to = (seq.to(tl.int64) * H + head[:, None]) * D + d[None, :]
         if num_pieces == 1:
@@ -216,7 +218,7 @@ class DecodeAttention:
 
     num_warps = 4
     num_stages = {0: 3, 1: 3, 2: 5}
-    """By how numbers are read (widening); found by trying, on an H200."""
+    """By how numbers are read (as_read); found by trying, on an H200."""
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
@@ -240,12 +242,8 @@ class DecodeAttention:
     ) -> None:
         """The rows of `out` that the work names."""
         scale, window, softcap, sinks_H = rule
-        group, widen = self._heads // self._kv_heads, widening(keys, query_BW)
-        block_size = keys.shape[1]
-        if widen == 2 and self._dim < 32:
-            widen = 1  # halves would be too narrow for a product
-        if widen == 2:
-            keys, values = keys.view(torch.int16), values.view(torch.int16)
+        group, block_size = self._heads // self._kv_heads, keys.shape[1]
+        keys, values, widen = as_read(keys, values, query_BW)
         inputs = (query_BW, query_BW.shape[1], keys, values, tables, tables.stride(0))
         options: dict[str, Any] = {
             "H": self._heads, "K": self._kv_heads, "D": self._dim, "DP": self._dim_padded,

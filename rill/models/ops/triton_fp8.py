@@ -35,37 +35,9 @@ def scaled(x, scale, bias_ptr, at, mask, HAS_BIAS: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def widened(x, kind: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """e4m3 as `kind`, exactly. BITS: bfloat16 by moving bits, and a product with what the exponents' offsets differ in;
-    the chip's own conversion goes through float32."""
-    if BITS:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, s, t, e;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            and.b32 s, a, 0x80008000;
-            and.b32 t, b, 0x80008000;
-            shr.u32 a, a, 4;
-            shr.u32 b, b, 4;
-            lop3.b32 a, a, 0x07f007f0, s, 0xea;
-            lop3.b32 b, b, 0x07f007f0, t, 0xea;
-            mov.b32 e, 0x7b807b80;
-            mul.rn.bf16x2 $0, a, e;
-            mul.rn.bf16x2 $1, b, e;
-            }""",
-            "=r,=r,r",
-            [x.to(tl.uint8, bitcast=True)],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    return x.to(tl.float32).to(kind)
-
-
-@triton.jit
 def widened_pairs(x):  # type: ignore[no-untyped-def]
-    """Two numbers of e4m3 in each of 16 bits: the first ones and the second ones, as bfloat16."""
+    """Two numbers of e4m3 in each of 16 bits: the first ones and the second ones, as bfloat16, exactly. Bits are moved
+    and multiplied with what the exponents' offsets differ in; the chip's own conversion goes through float32."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, s, t, e;
@@ -120,12 +92,16 @@ def _quantize(  # type: ignore[no-untyped-def]
         store_fp8(x, out_ptr, scale_ptr, row, size, at, mask)
 
 
-def widening(stored: torch.Tensor, like: torch.Tensor) -> int:
-    """How a kernel reads numbers that are held in `stored` and computed with in the dtype of `like`: 0: as they are, 1:
-    widened(…, BITS=False), 2: widened(…, BITS=True)."""
-    if stored.dtype is not torch.float8_e4m3fn or like.dtype is stored.dtype:
-        return 0
-    return 2 if like.dtype is torch.bfloat16 and stored.device.type == "cuda" else 1
+def as_read(
+    keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Keys and values as a kernel is given them, and how it reads them: 0: as they are, 1: 8 bits through float32,
+    2: by widened_pairs. Heads of fewer than 32 numbers would have halves too narrow for a product."""
+    if keys.dtype is not torch.float8_e4m3fn:
+        return keys, values, 0
+    if query.dtype is not torch.bfloat16 or keys.device.type != "cuda" or keys.shape[-1] < 32:
+        return keys, values, 1
+    return keys.view(torch.int16), values.view(torch.int16), 2
 
 
 def quantize_into(

@@ -17,8 +17,8 @@ from rill.models.decode.attention_paged import CacheRows, FlatKernels, PagedBatc
 from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.eager import ScoreRule
 from rill.models.ops.fp8 import NO_SCALES, Fp8Rows, ProductScales, values_and_scales
-from rill.models.ops.triton_decode import DecodeAttention
-from rill.models.ops.triton_fp8 import cached, scaled, store_fp8, widened, widening
+from rill.models.ops.triton_decode import DecodeAttention, attend
+from rill.models.ops.triton_fp8 import as_read, cached, scaled, store_fp8
 from rill.models.ops.triton_language import (
     await_inputs,
     ceil_div,
@@ -32,6 +32,38 @@ from rill.models.ops.triton_language import (
 __all__ = ["PREFILL_TILE", "TritonKernels", "invariant_matmul"]
 
 PREFILL_TILE = 64
+
+
+@triton.jit
+def normed(x, w, size, eps, kind: tl.constexpr, GEMMA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row, rounded where the modules' own functions round."""
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / size + eps)
+    if GEMMA:
+        return (x * scale * (1.0 + w)).to(kind)
+    return ((x * scale).to(kind).to(tl.float32) * w).to(kind)
+
+
+@triton.jit
+def activated(gate, up, kind: tl.constexpr, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """act(gate) · up, rounded likewise."""
+    g = gate.to(kind).to(tl.float32)
+    if GELU:
+        z = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        act = g / (1.0 + tl.exp(-2.0 * z))
+    else:
+        act = g / (1.0 + tl.exp(-g))
+    return (act.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit
+def turned(a, b, cos_ptr, sin_ptr, at, half, kind: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The halves of heads, turned and rounded likewise."""
+    ca = tl.load(cos_ptr + at, mask=half, other=0.0).to(tl.float32)
+    cb = tl.load(cos_ptr + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+    sa = tl.load(sin_ptr + at, mask=half, other=0.0).to(tl.float32)
+    sb = tl.load(sin_ptr + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+    first = ((a * ca).to(kind).to(tl.float32) - (b * sa).to(kind).to(tl.float32)).to(kind)
+    return first, ((b * cb).to(kind).to(tl.float32) + (a * sb).to(kind).to(tl.float32)).to(kind)
 
 
 @triton.jit
@@ -54,16 +86,12 @@ def _add_norm(  # type: ignore[no-untyped-def]
         h = (h + x.to(tl.float32)).to(kind)
         tl.store(h_ptr + row * size + at, h, mask=mask)
         h = h.to(tl.float32)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(h * h, axis=0) / size + eps)
     w = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if GEMMA:
-        out = h * scale * (1.0 + w)
-    else:
-        out = (h * scale).to(kind).to(tl.float32) * w
+    out = normed(h, w, size, eps, kind, GEMMA)
     if TO_FP8:
-        store_fp8(out.to(kind).to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
+        store_fp8(out.to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
     else:
-        tl.store(out_ptr + row * size + at, out.to(kind), mask=mask)
+        tl.store(out_ptr + row * size + at, out, mask=mask)
 
 
 @triton.jit
@@ -82,14 +110,7 @@ def _act_mul(  # type: ignore[no-untyped-def]
         x_scale = tl.load(xs_ptr + row)
         gate = scaled(gate, x_scale * tl.load(ws_ptr), ws_ptr, at, mask, False)
         up = scaled(up, x_scale * tl.load(ws_ptr + size), ws_ptr, at, mask, False)
-    up = up.to(tl.float32)
-    g = gate.to(tl.float32)
-    if GELU:
-        z = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-        act = g / (1.0 + tl.exp(-2.0 * z))
-    else:
-        act = g / (1.0 + tl.exp(-g))
-    out = (act.to(kind).to(tl.float32) * up).to(kind)
+    out = activated(gate, up, kind, GELU)
     if TO_FP8:  # a row is one program's
         store_fp8(out.to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
     else:
@@ -131,12 +152,7 @@ def _rope_store(  # type: ignore[no-untyped-def]
         wb = tl.where(head < H, q_wb, k_wb)
         a = ((a * scale).to(kind).to(tl.float32) * wa).to(kind).to(tl.float32)
         b = ((b * scale).to(kind).to(tl.float32) * wb).to(kind).to(tl.float32)
-    ca = tl.load(cos_ptr + position * D + at, mask=half, other=0.0).to(tl.float32)
-    cb = tl.load(cos_ptr + position * D + D // 2 + at, mask=half, other=0.0).to(tl.float32)
-    sa = tl.load(sin_ptr + position * D + at, mask=half, other=0.0).to(tl.float32)
-    sb = tl.load(sin_ptr + position * D + D // 2 + at, mask=half, other=0.0).to(tl.float32)
-    ra = ((a * ca).to(kind).to(tl.float32) - (b * sa).to(kind).to(tl.float32)).to(kind)
-    rb = ((b * cb).to(kind).to(tl.float32) + (a * sb).to(kind).to(tl.float32)).to(kind)
+    ra, rb = turned(a, b, cos_ptr + position * D, sin_ptr + position * D, at, half, kind, D)
     is_query = inside & (head < H)
     tl.store(x_ptr + head * D + at, ra, mask=is_query)
     tl.store(x_ptr + head * D + D // 2 + at, rb, mask=is_query)
@@ -170,7 +186,6 @@ def _prefill(  # type: ignore[no-untyped-def]
     count = tl.load(starts_ptr + seq + 1) - start
     length = tl.load(lens_ptr + seq)
     row = tl.load(rows_ptr + seq).to(tl.int64)
-    kv = head // (heads // kv_heads)
     m = offset + tl.arange(0, TILE_M)
     d = tl.arange(0, DP)
     position = length - count + m
@@ -182,36 +197,16 @@ def _prefill(  # type: ignore[no-untyped-def]
     if HAS_SINKS:  # a key that was seen before all others, without a value
         top = tl.zeros([TILE_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32)
         total = tl.full([TILE_M], 1.0, tl.float32)
-    acc = tl.zeros([TILE_M, DP], tl.float32)
     end = tl.minimum(length, length - count + offset + TILE_M)
-    lo = 0
+    begin, first = 0, 0
     if HAS_WINDOW:
-        lo = tl.maximum(length - count + offset - window + 1, 0) // TILE * TILE
-    for at in range(lo, end, TILE):
-        t = at + tl.arange(0, TILE)
-        block = tl.load(tables_ptr + row * table_stride + t // BLOCK_SIZE, mask=t < end, other=0).to(tl.int64)
-        slot = block * BLOCK_SIZE + t % BLOCK_SIZE
-        where = (slot * kv_heads + kv)[:, None] * D + d[None, :]
-        inside = (t < end)[:, None] & (d < D)[None, :]
-        k = tl.load(keys_ptr + where, mask=inside, other=0.0)
-        if WIDEN > 0:
-            k = widened(k, q.dtype, WIDEN == 2)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if HAS_CAP:
-            s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
-        seen = (t[None, :] <= position[:, None]) & (t < end)[None, :]
-        if HAS_WINDOW:
-            seen = seen & (t[None, :] > position[:, None] - window)
-        s = tl.where(seen, s, -1e30)
-        best = tl.maximum(top, tl.max(s, axis=1))
-        p = tl.where(seen, tl.exp(s - best[:, None]), 0.0)
-        keep = tl.exp(top - best)
-        v = tl.load(values_ptr + where, mask=inside, other=0.0)
-        if WIDEN > 0:
-            v = widened(v, q.dtype, WIDEN == 2)
-        total = total * keep + tl.sum(p, axis=1)
-        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        top = best
+        begin = tl.maximum(length - count + offset - window + 1, 0) // TILE * TILE
+        first = position[:, None] - window + 1
+    table = tables_ptr + row * table_stride
+    acc, top, total = attend(
+        q, keys_ptr, values_ptr, table, head // (heads // kv_heads), begin, end, first, position[:, None], top, total,
+        scale, cap, kv_heads, D, DP, BLOCK_SIZE, TILE, HAS_CAP, WIDEN, PRECISION,
+    )  # fmt: skip
     out = (acc / total[:, None]).to(q.dtype)
     tl.store(out_ptr + (q_at[:, None] * heads + head) * D + d[None, :], out, mask=inside_q)
 
@@ -323,12 +318,12 @@ class TritonKernels(FlatKernels):
         kv_heads, dim = rows.keys.shape[2:]
         q_norm, k_norm = (None, None) if norms is None else (norms.query.weight, norms.key.weight)
         eps = 0.0 if norms is None else norms.query.eps
-        turned = power_of_2(num_heads + kv_heads)
+        num_turned = power_of_2(num_heads + kv_heads)
         _rope_store[(qkv.shape[0],)](
             qkv, *scales, *rows[:4], q_norm, k_norm, eps, *rows[4:], H=num_heads, K=kv_heads, D=dim,
-            HP=turned, KP=power_of_2(kv_heads), HALF=power_of_2(dim // 2), HAS_NORM=q_norm is not None,
+            HP=num_turned, KP=power_of_2(kv_heads), HALF=power_of_2(dim // 2), HAS_NORM=q_norm is not None,
             SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
-            num_warps=4 if turned * dim <= 4096 else 8, **early_launch(qkv.device),
+            num_warps=4 if num_turned * dim <= 4096 else 8, **early_launch(qkv.device),
         )  # fmt: skip
 
     def attend_flat(
@@ -349,11 +344,12 @@ class TritonKernels(FlatKernels):
             self._decode(query_NW, keys, values, tables, batch.decode_work, out, rule)
         if batch.prefill_tiles is not None:
             scale, window, softcap, sinks_H = rule
+            keys, values, widen = as_read(keys, values, query_NW)
             _prefill[(batch.prefill_tiles.shape[0], num_heads)](
                 query_NW, query_NW.shape[1], keys, values, tables, tables.stride(0), rows, batch.query_starts_B1, lens,
                 batch.prefill_tiles, out, sinks_H, scale, window, softcap, num_heads, kv_heads, D=dim,
                 DP=self._dim_padded, BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0,
-                HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, WIDEN=widening(keys, query_NW),
+                HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, WIDEN=widen,
                 PRECISION=precision(query_NW.dtype), num_warps=4, num_stages=2,
             )  # fmt: skip
         return out

@@ -23,6 +23,7 @@ from rill.models.decode.attention_paged import CacheRows
 from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.ops.fp8 import Activations, Fp8Rows, values_and_scales
 from rill.models.ops.triton_fp8 import cached, store_fp8
+from rill.models.ops.triton_kernels import activated, normed, turned
 from rill.models.ops.triton_language import (
     await_inputs,
     ceil_div,
@@ -58,18 +59,6 @@ def _prefetch(pointers, num_bytes):  # type: ignore[no-untyped-def]
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def _activated(gate, up, kind: tl.constexpr, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rounded where the modules' own functions round."""
-    g = gate.to(kind).to(tl.float32)
-    if GELU:
-        z = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-        act = g / (1.0 + tl.exp(-2.0 * z))
-    else:
-        act = g / (1.0 + tl.exp(-g))
-    return (act.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)).to(kind)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -115,20 +104,12 @@ def _product(  # type: ignore[no-untyped-def]
     kind: tl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_N // 2, TILE_B)), (1, 2, 0)))
-        out = _activated(gate, up, kind, GELU)
+        out = activated(gate, up, kind, GELU)
         n = tl.program_id(0) * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
     else:
         out = acc.to(kind)
     to = out_ptr + (part.to(tl.int64) * rows + b[None, :]) * num_out + n[:, None]
     tl.store(to, out, mask=(b < rows)[None, :] & (n < num_out)[:, None])
-
-
-@triton.jit
-def _normed(h, w, size, eps, kind: tl.constexpr, GEMMA: tl.constexpr):  # type: ignore[no-untyped-def]
-    scale = 1.0 / tl.sqrt_rn(tl.sum(h * h, axis=0) / size + eps)
-    if GEMMA:
-        return (h * scale * (1.0 + w)).to(kind)
-    return ((h * scale).to(kind).to(tl.float32) * w).to(kind)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -153,10 +134,10 @@ def _add_parts_norm(  # type: ignore[no-untyped-def]
     x = x.to(kind).to(tl.float32)
     if HAS_POST:
         post = tl.load(post_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x = _normed(x, post, size, eps, kind, GEMMA).to(tl.float32)
+        x = normed(x, post, size, eps, kind, GEMMA).to(tl.float32)
     h = (h + x).to(kind)
     tl.store(h_ptr + row * size + at, h, mask=mask)
-    out = _normed(h.to(tl.float32), w, size, eps, kind, GEMMA)
+    out = normed(h.to(tl.float32), w, size, eps, kind, GEMMA)
     if TO_FP8:
         store_fp8(tl.where(mask, out.to(tl.float32), 0.0), out_ptr, scale_ptr, row, size, at, mask)
     else:
@@ -209,12 +190,7 @@ def _turn_parts(  # type: ignore[no-untyped-def]
             wb = tl.load(weight_ptr + D // 2 + at, mask=half, other=0.0).to(tl.float32)
             x = ((x * scale).to(kind).to(tl.float32) * wa).to(kind).to(tl.float32)
             y = ((y * scale).to(kind).to(tl.float32) * wb).to(kind).to(tl.float32)
-        ca = tl.load(cos_ptr + position * D + at, mask=half, other=0.0).to(tl.float32)
-        cb = tl.load(cos_ptr + position * D + D // 2 + at, mask=half, other=0.0).to(tl.float32)
-        sa = tl.load(sin_ptr + position * D + at, mask=half, other=0.0).to(tl.float32)
-        sb = tl.load(sin_ptr + position * D + D // 2 + at, mask=half, other=0.0).to(tl.float32)
-        turned_x = ((x * ca).to(kind).to(tl.float32) - (y * sa).to(kind).to(tl.float32)).to(kind)
-        turned_y = ((y * cb).to(kind).to(tl.float32) + (x * sb).to(kind).to(tl.float32)).to(kind)
+        turned_x, turned_y = turned(x, y, cos_ptr + position * D, sin_ptr + position * D, at, half, kind, D)
         if head < H:
             at_q = query_ptr + (row * H + head) * D + at
             tl.store(at_q, turned_x, mask=half)
