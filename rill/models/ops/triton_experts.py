@@ -25,6 +25,7 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
+from rill.models.ops.triton_kernels import activated
 from rill.models.ops.triton_language import ceil_div, power_of_2, precision, tl, triton
 from rill.models.routing import is_stacked
 
@@ -79,13 +80,13 @@ def few_rows(
     shape: dict[str, Any] = {
         "M": tile_m, "N": tile_n, "TILE_K": tile_k, "PRECISION": precision(x_TH.dtype), "num_warps": 4, "num_stages": 4,
     }  # fmt: skip
-    _gated[(ceil_div(inner, tile_n), num_blocks)](
-        x_TH, gate_up_EJH, order_BM, expert_B, inner_BMI, rows, num_choices, inner, width,
-        x_TH.stride(0), gate_up_EJH.stride(0), GELU=is_gelu, **shape,
+    _product[(ceil_div(inner, tile_n), num_blocks)](
+        x_TH, gate_up_EJH, order_BM, expert_B, None, inner_BMI, rows, num_choices, inner, width, x_TH.stride(0),
+        gate_up_EJH.stride(0), GATED=True, GELU=is_gelu, **shape,
     )  # fmt: skip
-    _down[(ceil_div(width, tile_n), num_blocks)](
-        inner_BMI, down_EHI, order_BM, expert_B, weights_TK.contiguous(), out_SH, rows, width, inner,
-        down_EHI.stride(0), **shape,
+    _product[(ceil_div(width, tile_n), num_blocks)](
+        inner_BMI, down_EHI, order_BM, expert_B, weights_TK.contiguous(), out_SH, rows, num_choices, width, inner,
+        inner, down_EHI.stride(0), GATED=False, GELU=is_gelu, **shape,
     )  # fmt: skip
     return out_SH.view(num_tokens, num_choices, width).sum(1)
 
@@ -138,63 +139,39 @@ def _blocks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gated(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, order_ptr, expert_ptr, out_ptr, S, K, INNER, H, stride_t, stride_e,
-    GELU: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TILE_K: tl.constexpr, PRECISION: tl.constexpr,
+def _product(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, order_ptr, expert_ptr, share_ptr, out_ptr, S, K, num_out, num_in, stride_x, stride_e,
+    GATED: tl.constexpr, GELU: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TILE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """A block's rows times its expert's weight. GATED: from the tokens' rows to the block's, act(gate) · up; else from
+    the block's to the choices', weighted."""
     block = tl.program_id(1)
     e = tl.load(expert_ptr + block)
     if e < 0:
         return
     row, column, k = tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, TILE_K)
     choice = tl.load(order_ptr + block * M + row)
-    is_row, is_column = choice < S, column < INNER
-    x_at = x_ptr + (choice // K).to(tl.int64)[:, None] * stride_t + k[None, :]
-    gate_at = weight_ptr + e.to(tl.int64) * stride_e + column.to(tl.int64)[None, :] * H + k[:, None]
-    up_at = gate_at + INNER.to(tl.int64) * H
-    gate, up = tl.zeros([M, N], dtype=tl.float32), tl.zeros([M, N], dtype=tl.float32)
-    for start in range(0, H, TILE_K):
-        inside = k < H - start
+    is_row, is_column = choice < S, column < num_out
+    own = (block * M + row).to(tl.int64)
+    from_row = (choice // K).to(tl.int64) if GATED else own
+    x_at = x_ptr + from_row[:, None] * stride_x + k[None, :]
+    weight_at = weight_ptr + e.to(tl.int64) * stride_e + column.to(tl.int64)[None, :] * num_in + k[:, None]
+    out, up = tl.zeros([M, N], dtype=tl.float32), tl.zeros([M, N], dtype=tl.float32)
+    for start in range(0, num_in, TILE_K):
+        inside = k < num_in - start
         x = tl.load(x_at + start, mask=is_row[:, None] & inside[None, :], other=0.0)
         here = is_column[None, :] & inside[:, None]
-        gate = tl.dot(x, tl.load(gate_at + start, mask=here, other=0.0), gate, input_precision=PRECISION)
-        up = tl.dot(x, tl.load(up_at + start, mask=here, other=0.0), up, input_precision=PRECISION)
-    kind = out_ptr.dtype.element_ty
-    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
-    if GELU:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        act = gate * tl.sigmoid(2.0 * inner)
+        out = tl.dot(x, tl.load(weight_at + start, mask=here, other=0.0), out, input_precision=PRECISION)
+        if GATED:
+            up_at = weight_at + num_out.to(tl.int64) * num_in
+            up = tl.dot(x, tl.load(up_at + start, mask=here, other=0.0), up, input_precision=PRECISION)
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    if GATED:
+        made = activated(out, up, kind, GELU)
     else:
-        act = gate * tl.sigmoid(gate)
-    out_at = out_ptr + (block * M + row).to(tl.int64)[:, None] * INNER + column[None, :]
-    tl.store(out_at, (act.to(kind).to(tl.float32) * up).to(kind), mask=is_row[:, None] & is_column[None, :])
-
-
-@triton.jit
-def _down(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, order_ptr, expert_ptr, share_ptr, out_ptr, S, H, INNER, stride_e,
-    M: tl.constexpr, N: tl.constexpr, TILE_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(1)
-    e = tl.load(expert_ptr + block)
-    if e < 0:
-        return
-    row, column, k = tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, TILE_K)
-    choice = tl.load(order_ptr + block * M + row)
-    is_row, is_column = choice < S, column < H
-    x_at = x_ptr + (block * M + row).to(tl.int64)[:, None] * INNER + k[None, :]
-    weight_at = weight_ptr + e.to(tl.int64) * stride_e + column.to(tl.int64)[None, :] * INNER + k[:, None]
-    out = tl.zeros([M, N], dtype=tl.float32)
-    for start in range(0, INNER, TILE_K):
-        inside = k < INNER - start
-        x = tl.load(x_at + start, mask=is_row[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(weight_at + start, mask=is_column[None, :] & inside[:, None], other=0.0)
-        out = tl.dot(x, weight, out, input_precision=PRECISION)
-    share = tl.load(share_ptr + choice, mask=is_row, other=0.0).to(tl.float32)
-    out_at = out_ptr + choice.to(tl.int64)[:, None] * H + column[None, :]
-    kind = out_ptr.dtype.element_ty
-    tl.store(
-        out_at,
-        (out.to(kind).to(tl.float32) * share[:, None]).to(kind),
-        mask=is_row[:, None] & is_column[None, :],
-    )
+        share = tl.load(share_ptr + choice, mask=is_row, other=0.0).to(tl.float32)
+        made = (out.to(kind).to(tl.float32) * share[:, None]).to(kind)
+    to_row = own if GATED else choice.to(tl.int64)
+    to = out_ptr + to_row[:, None] * num_out + column[None, :]
+    tl.store(to, made, mask=is_row[:, None] & is_column[None, :])
