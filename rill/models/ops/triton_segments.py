@@ -20,7 +20,6 @@ Q query token, M key token, H query head, G key/value head, E head width, C colu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,23 +36,11 @@ HEADS_AT_ONCE = 3
 _LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """How one kernel is launched: rows of the streamed side per turn, warps, depth of the pipeline."""
-
-    inner: int
-    num_warps: int
-    num_stages: int
-
-    @property
-    def launch(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
-
-
+STREAMED = 64
+"""Rows that a program reads at a time of what it does not hold."""
 # Measured on an H200 with heads of 128: two programs of four warps on a multiprocessor beat one of eight.
-_FORWARD = _Shape(64, 4, 3)
-_KEYS = _Shape(64, 4, 2)
-_QUERIES = _Shape(64, 4, 2)
+_FORWARD: dict[str, int] = {"num_warps": 4, "num_stages": 3}
+_BACKWARD: dict[str, int] = {"num_warps": 4, "num_stages": 2}
 
 
 def plan_tiles(
@@ -138,29 +125,24 @@ def _forward(  # type: ignore[no-untyped-def]
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, WIDTH], tl.float32)
     begin, whole = _key_range(number, ahead, window, M, N, HAS_WINDOW)
-    for start in range(begin, whole, N):
-        k = k_rows.load([k_start + start, kv_at])
-        v = v_rows.load([k_start + start, kv_at])
-        scores = tl.dot(q, tl.trans(k)) * scale
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new_top[:, None])
-        fade = tl.exp2(top - new_top)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
-        top = new_top
-    for start in range(whole, tl.minimum(k_len, number * M + ahead + M), N):
-        k = k_rows.load([k_start + start, kv_at])
-        v = v_rows.load([k_start + start, kv_at])
-        sees = _sees(rows[:, None], start + columns[None, :], ahead, window, HAS_WINDOW)
-        scores = tl.where(sees, tl.dot(q, tl.trans(k)) * scale, -1.0e30)
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new_top[:, None])
-        if HAS_WINDOW:
-            p = tl.where(sees, p, 0.0)  # a query that sees nothing of this block has no largest score yet
-        fade = tl.exp2(top - new_top)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
-        top = new_top
+    end = whole
+    for masked in tl.static_range(2):
+        for start in range(begin, end, N):
+            k = k_rows.load([k_start + start, kv_at])
+            v = v_rows.load([k_start + start, kv_at])
+            scores = tl.dot(q, tl.trans(k)) * scale
+            sees = _sees(rows[:, None], start + columns[None, :], ahead, window, HAS_WINDOW)
+            if masked:
+                scores = tl.where(sees, scores, -1.0e30)
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            p = tl.exp2(scores - new_top[:, None])
+            if HAS_WINDOW:
+                p = tl.where(sees, p, 0.0)  # a query that sees nothing of this block has no largest score yet
+            fade = tl.exp2(top - new_top)
+            total = total * fade + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+            top = new_top
+        begin, end = whole, tl.minimum(k_len, number * M + ahead + M)
     _store_rows(out_ptr, acc / total[:, None], q_start, rows, q_len, head, num_heads, WIDTH)
     # Past the segment's end an infinite one: whatever is read in place of such a query weighs nothing.
     lse = tl.where(rows < q_len, top + tl.log2(total), float("inf"))
@@ -202,26 +184,21 @@ def _backward_keys(  # type: ignore[no-untyped-def]
         whole = end
     for index in range(HEADS):
         head = kv_head * group + part * HEADS + index
-        for start in range(begin, tl.minimum(whole, end), M):
-            rows = start + tl.arange(0, M)
-            q = q_rows.load([q_start + start, head * WIDTH])
-            grad = grad_rows.load([q_start + start, head * WIDTH])
-            lse = lse_rows.load([head, sums + start]).reshape([M])
-            delta = delta_rows.load([head, sums + start]).reshape([M])
-            p = tl.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
-            p = tl.where(_sees(rows[None, :], columns[:, None], ahead, window, HAS_WINDOW), p, 0.0)
-            dv = tl.dot(p.to(q.dtype), grad, dv)
-            ds = p * (tl.dot(v, tl.trans(grad)) - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk)
-        for start in range(whole, end, M):
-            q = q_rows.load([q_start + start, head * WIDTH])
-            grad = grad_rows.load([q_start + start, head * WIDTH])
-            lse = lse_rows.load([head, sums + start]).reshape([M])
-            delta = delta_rows.load([head, sums + start]).reshape([M])
-            p = tl.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
-            dv = tl.dot(p.to(q.dtype), grad, dv)
-            ds = p * (tl.dot(v, tl.trans(grad)) - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk)
+        first, last = begin, tl.minimum(whole, end)
+        for masked in tl.static_range(1, -1, -1):
+            for start in range(first, last, M):
+                rows = start + tl.arange(0, M)
+                q = q_rows.load([q_start + start, head * WIDTH])
+                grad = grad_rows.load([q_start + start, head * WIDTH])
+                lse = lse_rows.load([head, sums + start]).reshape([M])
+                delta = delta_rows.load([head, sums + start]).reshape([M])
+                p = tl.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
+                if masked:
+                    p = tl.where(_sees(rows[None, :], columns[:, None], ahead, window, HAS_WINDOW), p, 0.0)
+                dv = tl.dot(p.to(q.dtype), grad, dv)
+                ds = p * (tl.dot(v, tl.trans(grad)) - delta[None, :])
+                dk = tl.dot(ds.to(q.dtype), q, dk)
+            first, last = whole, end
     k_start += part * num_keys
     _store_rows(dk_ptr, dk * (scale * 0.6931471805599453), k_start, columns, k_len, kv_head, kv_heads, WIDTH)
     _store_rows(dv_ptr, dv, k_start, columns, k_len, kv_head, kv_heads, WIDTH)
@@ -242,19 +219,19 @@ def _backward_queries(  # type: ignore[no-untyped-def]
     delta = tl.load(delta_ptr + head * sums_step + sums + rows)
     dq = tl.zeros([M, WIDTH], tl.float32)
     begin, whole = _key_range(number, ahead, window, M, N, HAS_WINDOW)
-    for start in range(begin, whole, N):
-        k = k_rows.load([k_start + start, kv_at])
-        v = v_rows.load([k_start + start, kv_at])
-        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
-        ds = p * (tl.dot(grad, tl.trans(v)) - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq)
-    for start in range(whole, tl.minimum(k_len, number * M + ahead + M), N):
-        k = k_rows.load([k_start + start, kv_at])
-        v = v_rows.load([k_start + start, kv_at])
-        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
-        p = tl.where(_sees(rows[:, None], start + columns[None, :], ahead, window, HAS_WINDOW), p, 0.0)
-        ds = p * (tl.dot(grad, tl.trans(v)) - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq)
+    end = whole
+    for masked in tl.static_range(2):
+        for start in range(begin, end, N):
+            k = k_rows.load([k_start + start, kv_at])
+            v = v_rows.load([k_start + start, kv_at])
+            p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+            if masked:
+                p = tl.where(
+                    _sees(rows[:, None], start + columns[None, :], ahead, window, HAS_WINDOW), p, 0.0
+                )
+            ds = p * (tl.dot(grad, tl.trans(v)) - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq)
+        begin, end = whole, tl.minimum(k_len, number * M + ahead + M)
     _store_rows(dq_ptr, dq * (scale * 0.6931471805599453), q_start, rows, q_len, head, num_heads, WIDTH)
 
 
@@ -274,9 +251,9 @@ def segment_attention(
     out = torch.empty_like(q)
     lse = torch.empty(num_heads, len(query_tiles) * QUERY_TILE, dtype=torch.float32, device=q.device)
     _forward[(len(query_tiles) * num_heads,)](
-        q, _streamed(k, _FORWARD.inner), _streamed(v, _FORWARD.inner), out, lse, query_tiles, scale * _LOG2_E,
+        q, _streamed(k), _streamed(v), out, lse, query_tiles, scale * _LOG2_E,
         window, lse.stride(0), num_heads, num_heads // k.shape[1],
-        WIDTH=width, M=QUERY_TILE, N=_FORWARD.inner, HAS_WINDOW=window > 0, **_FORWARD.launch,
+        WIDTH=width, M=QUERY_TILE, N=STREAMED, HAS_WINDOW=window > 0, **_FORWARD,
     )  # fmt: skip
     return out, lse
 
@@ -308,28 +285,28 @@ def segment_attention_backward(
         out_QHE, grad, delta, query_tiles, delta.stride(0), num_heads, WIDTH=width, M=QUERY_TILE, num_warps=4
     )
     _backward_keys[(len(key_tiles) * kv_heads * parts,)](
-        _streamed(q, _KEYS.inner), k, v, _streamed(grad, _KEYS.inner), _sums_of(lse_HC), _sums_of(delta), dk, dv,
+        _streamed(q), k, v, _streamed(grad), _sums_of(lse_HC), _sums_of(delta), dk, dv,
         key_tiles, scale * _LOG2_E, window, num_keys, kv_heads, group,
-        WIDTH=width, M=_KEYS.inner, N=KEY_TILE, HEADS=heads, HAS_WINDOW=window > 0, **_KEYS.launch,
+        WIDTH=width, M=STREAMED, N=KEY_TILE, HEADS=heads, HAS_WINDOW=window > 0, **_BACKWARD,
     )  # fmt: skip
     _backward_queries[(len(query_tiles) * num_heads,)](
-        q, _streamed(k, _QUERIES.inner), _streamed(v, _QUERIES.inner), grad, lse_HC, delta, dq, query_tiles,
+        q, _streamed(k), _streamed(v), grad, lse_HC, delta, dq, query_tiles,
         scale * _LOG2_E, window, delta.stride(0), num_heads, group,
-        WIDTH=width, M=QUERY_TILE, N=_QUERIES.inner, HAS_WINDOW=window > 0, **_QUERIES.launch,
+        WIDTH=width, M=QUERY_TILE, N=STREAMED, HAS_WINDOW=window > 0, **_BACKWARD,
     )  # fmt: skip
     if parts == 1:
         return dq, dk[0], dv[0]
     return dq, dk.sum(0).to(q.dtype), dv.sum(0).to(q.dtype)
 
 
-def _streamed(x_THE: Tensor, num_rows: int) -> TensorDescriptor:
-    """`num_rows` tokens of one head at a time through the bulk copy engine; past the last token it reads zeros."""
+def _streamed(x_THE: Tensor) -> TensorDescriptor:
+    """STREAMED tokens of one head at a time through the bulk copy engine; past the last token it reads zeros."""
     num_tokens, num_heads, width = x_THE.shape
-    return TensorDescriptor(x_THE, [num_tokens, num_heads * width], [num_heads * width, 1], [num_rows, width])
+    return TensorDescriptor(x_THE, [num_tokens, num_heads * width], [num_heads * width, 1], [STREAMED, width])
 
 
 def _sums_of(x_HC: Tensor) -> TensorDescriptor:
-    return TensorDescriptor(x_HC, list(x_HC.shape), list(x_HC.stride()), [1, _KEYS.inner])
+    return TensorDescriptor(x_HC, list(x_HC.shape), list(x_HC.stride()), [1, STREAMED])
 
 
 @segment_attention.register_fake
