@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from rill.config import Config, OneOf, PartConfig
 from rill.errors import ConfigError, ModelError
-from rill.models.robots.inputs import Inputs, read
+from rill.models.robots.inputs import Inputs, padded_rows, read
 from rill.models.robots.trunk import Trunk
 from rill.registry import Registry
 from rill.types import Floats, Observation, RobotSpec
@@ -137,9 +137,8 @@ class Policy(nn.Module):
         inputs = self.seen(observations).to(self.device)
         parts: list[tuple[Tensor, dict[str, Tensor], Evaluated]] = []
         size = self.config.rows
-        for first in range(0, len(inputs), size):
-            block = padded(inputs.rows(slice(first, first + size)), size)
-            chosen = [*seeds[first : first + size]]
+        for number, block in enumerate(inputs.blocks(size)):
+            chosen = [*seeds[number * size : (number + 1) * size]]
             chosen += [0] * (size - len(chosen))
             drawn_BJA, latents = self.decide(
                 block, [np.random.Generator(np.random.Philox(seed)) for seed in chosen], greedy=greedy
@@ -160,18 +159,16 @@ class Policy(nn.Module):
     def evaluate_as_drawn(self, inputs: Inputs, latents: Mapping[str, Tensor]) -> Evaluated:
         """`evaluate` in the blocks of `act`."""
         parts, size = [], self.config.rows
-        for first in range(0, len(inputs), size):
-            rows = slice(first, first + size)
-            block = {name: padded_rows(tensor[rows], size) for name, tensor in latents.items()}
-            parts.append(self.evaluate(padded(inputs.rows(rows), size), block))
+        for number, block in enumerate(inputs.blocks(size)):
+            drawn = {name: padded_rows(tensor, number * size, size) for name, tensor in latents.items()}
+            parts.append(self.evaluate(block, drawn))
         return Evaluated(*(torch.cat(column)[: len(inputs)] for column in zip(*parts, strict=True)))
 
     @torch.no_grad()
     def values_as_drawn(self, inputs: Inputs) -> Tensor:
         """`values` in the blocks of `act`."""
-        size = self.config.rows
-        blocks = [inputs.rows(slice(n, n + size)) for n in range(0, len(inputs), size)]
-        return torch.cat([self.values(padded(block, size)) for block in blocks])[: len(inputs)]
+        found = [self.values(block) for block in inputs.blocks(self.config.rows)]
+        return torch.cat(found)[: len(inputs)]
 
     @property
     def device(self) -> torch.device:
@@ -237,19 +234,3 @@ def check_fits(made_for: RobotSpec, spec: RobotSpec, name: str) -> None:
                 f"the policy in {name} is another robot's: its {what} is {getattr(made_for, what)!r}, the simulator's "
                 f"{getattr(spec, what)!r}"
             )
-
-
-def padded(inputs: Inputs, size: int) -> Inputs:
-    if len(inputs) == size:
-        return inputs
-    return Inputs(
-        states_BS=padded_rows(inputs.states_BS, size),
-        words_BW=padded_rows(inputs.words_BW, size),
-        images={name: padded_rows(image, size) for name, image in inputs.images.items()},
-    )
-
-
-def padded_rows(rows: Tensor, size: int) -> Tensor:
-    """To so many of them, with the last one again."""
-    missing = size - len(rows)
-    return rows if missing == 0 else torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])

@@ -9,7 +9,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Self
 
 import numpy as np
@@ -38,19 +38,31 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.states_BS)
 
-    def rows(self, index: Tensor | slice) -> Self:
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(
-            states_BS=self.states_BS[index],
-            words_BW=self.words_BW[index],
-            images={name: image[index] for name, image in self.images.items()},
+            states_BS=change(self.states_BS),
+            words_BW=change(self.words_BW),
+            images={name: change(image) for name, image in self.images.items()},
         )
 
+    def rows(self, index: Tensor | slice) -> Self:
+        return self.mapped(lambda tensor: tensor[index])
+
     def to(self, device: torch.device | str) -> Self:
-        return type(self)(
-            states_BS=self.states_BS.to(device),
-            words_BW=self.words_BW.to(device),
-            images={name: image.to(device) for name, image in self.images.items()},
-        )
+        return self.mapped(lambda tensor: tensor.to(device))
+
+    def blocks(self, size: int) -> list[Self]:
+        """Of so many observations each, padded."""
+        return [
+            self.mapped(partial(padded_rows, first=first, size=size)) for first in range(0, len(self), size)
+        ]
+
+
+def padded_rows(rows: Tensor, first: int, size: int) -> Tensor:
+    """Rows from `first` on, `size` of them: where there are fewer, with the last one again."""
+    found = rows[first : first + size]
+    missing = size - len(found)
+    return found if missing == 0 else torch.cat([found, rows[-1:].expand(missing, *rows.shape[1:])])
 
 
 @lru_cache(maxsize=4096)

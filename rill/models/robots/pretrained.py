@@ -28,7 +28,7 @@ from rill.config import PartConfig
 from rill.errors import ConfigError, ModelError
 from rill.models.loading import DTYPES, ModelConfig, load_tokenizer
 from rill.models.lora import LoRAConfig, add_lora, merged_weights
-from rill.models.robots.base import Policy, PolicyConfig, padded
+from rill.models.robots.base import Policy, PolicyConfig
 from rill.models.robots.inputs import FEATURES, Inputs, read
 from rill.models.robots.trunk import linear
 from rill.types import Observation, RobotSpec
@@ -140,10 +140,9 @@ class PretrainedPolicy(Policy):
         inputs = read(observations, self.spec, self._words)
         if not self.has_frozen_tower:
             return inputs
-        size = self.config.rows
-        blocks = [padded(inputs.rows(slice(n, n + size)), size) for n in range(0, len(inputs), size)]
         with torch.no_grad():
-            features = torch.cat([self.look(block.to(self.device)).cpu() for block in blocks])
+            blocks = [self.look(block.to(self.device)).cpu() for block in inputs.blocks(self.config.rows)]
+        features = torch.cat(blocks)
         return replace(inputs, images={FEATURES: features[: len(inputs)]})
 
     def features(self, inputs: Inputs) -> Tensor:
