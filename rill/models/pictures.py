@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 from rill.errors import DataError
 from rill.models.loading import ModelConfig, load_model_config, model_folder, reads_pictures
@@ -47,7 +47,7 @@ class PictureReader:
         self.token_id = int(model_config.image_token_id)
         self._vision: Any = model_config.vision_config
         self._folder = folder
-        self._patches: OrderedDict[str, tuple[torch.Tensor, tuple[int, int, int]]] = OrderedDict()
+        self._patches: OrderedDict[str, tuple[Tensor, tuple[int, int, int]]] = OrderedDict()
         self._num_kept_bytes = 0
         self._lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class PictureReader:
             at += picture.num_tokens
         return tuple(found)
 
-    def patches(self, picture: Picture) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    def patches(self, picture: Picture) -> tuple[Tensor, tuple[int, int, int]]:
         """[P, channels · frames · height · width] in float32, and the grid they lie on: frames, rows, columns."""
         with self._lock:
             return self._cut(picture.key, picture.data)
@@ -102,7 +102,7 @@ class PictureReader:
             size={"shortest_edge": MIN_TOKENS * side**2, "longest_edge": 1280 * side**2},
         )
 
-    def _cut(self, key: str, data: bytes) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    def _cut(self, key: str, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
         known = self._patches.get(key)
         if known is not None:
             self._patches.move_to_end(key)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from rill.models.decode.decode_work import DecodeWork
 from rill.models.eager import ScoreRule
@@ -35,34 +36,34 @@ ATTENTION_NAME = "rill_paged"
 class PagedBatch:
     """Where the tokens of a flat batch belong. Sequences with one new token come first."""
 
-    slots_N: torch.Tensor  # int64: block * block_size + offset; slots of block 0 are a bin
-    query_starts_B1: torch.Tensor  # int32, B + 1 entries
-    context_lens_B: torch.Tensor  # int32, tokens to attend to, the new ones included
-    block_tables_BM: torch.Tensor  # int32
+    slots_N: Tensor  # int64: block * block_size + offset; slots of block 0 are a bin
+    query_starts_B1: Tensor  # int32, B + 1 entries
+    context_lens_B: Tensor  # int32, tokens to attend to, the new ones included
+    block_tables_BM: Tensor  # int32
     num_decodes: int
     # The fields below serve kernels on CUDA, where tables stay on the device with one row per running sequence.
-    table_rows_B: torch.Tensor | None = None  # int32: each sequence's row of block_tables_BM; None: its index
+    table_rows_B: Tensor | None = None  # int32: each sequence's row of block_tables_BM; None: its index
     decode_work: DecodeWork | None = None
-    prefill_tiles: torch.Tensor | None = None  # int32 [tiles, 2]: sequence and offset of its queries
+    prefill_tiles: Tensor | None = None  # int32 [tiles, 2]: sequence and offset of its queries
 
 
 @dataclass(slots=True)
 class KVCache:
     """keys[layer] and values[layer] are [num_blocks, block_size, K, D]."""
 
-    keys: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
 
 
 class CacheRows(NamedTuple):
     """Where the keys and values of a step's tokens go in one layer, and what its queries and keys are turned by."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-    positions_N: torch.Tensor
-    slots_N: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    cos: Tensor
+    sin: Tensor
+    positions_N: Tensor
+    slots_N: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 class FlatKernels(Protocol):
@@ -71,23 +72,18 @@ class FlatKernels(Protocol):
     @abstractmethod
     def attend_flat(
         self,
-        query_NW: torch.Tensor,
+        query_NW: Tensor,
         num_heads: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
         batch: PagedBatch,
         rule: ScoreRule,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """[N, H, D]. `query_NW`: rows that begin with num_heads queries."""
 
     def attend(
-        self,
-        query_NHD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: PagedBatch,
-        rule: ScoreRule,
-    ) -> torch.Tensor:
+        self, query_NHD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, rule: ScoreRule
+    ) -> Tensor:
         return self.attend_flat(
             query_NHD.flatten(1).contiguous(), query_NHD.shape[1], keys, values, batch, rule
         )
@@ -115,12 +111,12 @@ def paged_context(context: PagedContext) -> Iterator[None]:
 
 def paged_attention_forward(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
     **arguments: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
     context: PagedContext = _ACTIVE.context
     layer: int = module.layer_idx  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 Array = npt.NDArray[np.int32]
 
@@ -51,11 +51,11 @@ MIN_ROWS, MIN_SHARED = 4, 512
 class DecodeWork:
     """A list on the device."""
 
-    entries: torch.Tensor  # int32 [entries, WORDS]; an entry of zeros is no work
+    entries: Tensor  # int32 [entries, WORDS]; an entry of zeros is no work
     runs: tuple[tuple[int, int, int], ...]
     """(first row, first entry, number of entries), one launch each: buffers hold so many rows at a time."""
-    members: torch.Tensor | None = None  # int32 [groups, GROUP_ROWS]; -1: none
-    shared: torch.Tensor | None = None  # int32 [entries, WORDS] of groups, as many as are launched
+    members: Tensor | None = None  # int32 [groups, GROUP_ROWS]; -1: none
+    shared: Tensor | None = None  # int32 [entries, WORDS] of groups, as many as are launched
 
 
 @dataclass(frozen=True, slots=True)

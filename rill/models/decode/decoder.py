@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
 from rill.models.decode.attention_paged import CacheRows, FlatKernels, KVCache, PagedBatch
 from rill.models.decode.structure import MLP, HeadNorms, Layer, LinearFn, Norm, Projection, Structure
@@ -33,17 +34,15 @@ if TYPE_CHECKING:
 class DecoderOps(FlatKernels, Protocol):
     """The operations of a decoder, on one kind of device."""
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
-    def add_norm(self, hidden: torch.Tensor, addend: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+    def add_norm(self, hidden: Tensor, addend: Tensor | None, norm: Norm) -> Tensor:
         """hidden += addend, in place; returns norm(hidden), which is not centered."""
         ...
 
-    def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor: ...
+    def act_mul(self, gate_up: Tensor, *, gelu: bool) -> Tensor: ...
 
-    def rope_store(self, qkv: torch.Tensor, rows: CacheRows, num_heads: int, norms: HeadNorms | None) -> None:
+    def rope_store(self, qkv: Tensor, rows: CacheRows, num_heads: int, norms: HeadNorms | None) -> None:
         """Queries are normed and turned in place; keys, likewise, and values go to their slots of the cache."""
         ...
 
@@ -64,15 +63,15 @@ class Decoder:
 
     def __call__(
         self,
-        ids_N: torch.Tensor,
-        positions_N: torch.Tensor,
+        ids_N: Tensor,
+        positions_N: Tensor,
         batch: PagedBatch,
         cache: KVCache,
         *,
         stages: KernelStages | None = None,
         adapters: AdapterRows | None = None,
         visual: VisualRows | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Last hidden states [N, E], after the final norm; `adapters`: each row's, beside the projections; `visual`:
         what rows hold in place of tokens, and where all of them stand in place of positions_N."""
         if adapters is not None:
@@ -108,7 +107,7 @@ class Decoder:
                 inner = stages.gated(x, layer.mlp)
                 x = stages.join(inner, layer.mlp.down, hidden, layer.after_mlp, following, scale)
             else:
-                assert isinstance(x, torch.Tensor)
+                assert isinstance(x, Tensor)
                 called = _called(layer.mlp, x)
                 if self._group is not None:
                     called = self._group.all_reduce(called)
@@ -117,10 +116,10 @@ class Decoder:
                 assert visual is not None
                 hidden.index_add_(0, visual.rows_P, visual.features_DPE[layer.index + 1])
                 x = self._normed(hidden, self._following(layer))
-        assert isinstance(x, torch.Tensor)  # the last norm's
+        assert isinstance(x, Tensor)  # the last norm's
         return x
 
-    def _normed(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def _normed(self, hidden: Tensor, norm: Norm | None) -> Tensor:
         return hidden if norm is None else add_norm(self.ops, hidden, None, norm)
 
     def _following(self, layer: Layer) -> Norm | None:
@@ -142,7 +141,7 @@ class KernelStages:
     ) -> None:
         self._ops, self._linear, self._adapters, self._group = ops, linear, adapters, group
 
-    def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> torch.Tensor:
+    def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> Tensor:
         """Rows that begin with the layer's queries, turned; keys and values are in the cache."""
         call = layer.call
         width, kv_width = call.num_heads * call.key_dim, call.num_kv_heads * call.key_dim
@@ -167,7 +166,7 @@ class KernelStages:
         self,
         x: Activations,
         projection: Projection | None,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         post: Norm | None,
         following: Norm | None,
         scale: float,
@@ -179,7 +178,7 @@ class KernelStages:
             x, scales = self.multiplied(projection, x, is_whole=is_whole)
             if self._group is not None:
                 x = self._group.all_reduce(x)
-        assert isinstance(x, torch.Tensor)
+        assert isinstance(x, Tensor)
         if post is not None:
             x = add_norm(self._ops, x, None, post)
         if scale != 1.0:
@@ -190,24 +189,24 @@ class KernelStages:
 
     def multiplied(
         self, projection: Projection, x: Activations, *, is_whole: bool
-    ) -> tuple[torch.Tensor, tuple[ProductScales, ...]]:
+    ) -> tuple[Tensor, tuple[ProductScales, ...]]:
         """A product, and what is left to do to it, if anything: never where is_whole. The operation that reads it does
         it, and gives activations in 8 bits."""
         return self.project(projection, x), ()
 
-    def project(self, projection: Projection, x: Activations) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
+    def project(self, projection: Projection, x: Activations) -> Tensor:
+        assert isinstance(x, Tensor)
         y = projection(x, self._linear)
         return y if self._adapters is None else self._adapters.add_to(y, projection, x)
 
-    def _norm_in_place(self, part: torch.Tensor, norm: Norm) -> None:
+    def _norm_in_place(self, part: Tensor, norm: Norm) -> None:
         rows = part.reshape(-1, len(norm.weight)).contiguous()
         part.copy_(add_norm(self._ops, rows, None, norm).view(part.shape))
 
 
 def add_norm(
-    ops: DecoderOps, hidden: torch.Tensor, addend: torch.Tensor | None, norm: Norm, *scales: ProductScales
-) -> torch.Tensor:
+    ops: DecoderOps, hidden: Tensor, addend: Tensor | None, norm: Norm, *scales: ProductScales
+) -> Tensor:
     """hidden += addend, in place; returns norm(hidden)."""
     if not norm.is_centered:
         return ops.add_norm(hidden, addend, norm, *scales)
@@ -216,7 +215,7 @@ def add_norm(
     return torch.nn.functional.layer_norm(hidden, norm.weight.shape, norm.weight, None, norm.eps)
 
 
-def _called(module: Any, x: torch.Tensor) -> torch.Tensor:
+def _called(module: Any, x: Tensor) -> Tensor:
     out = module(x[None])
-    result: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+    result: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
     return result.contiguous()

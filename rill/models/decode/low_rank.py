@@ -15,20 +15,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rill.models.decode.structure import Layer, Projection
 
 NO_ADAPTER = 0
 
-AdapterTensors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+AdapterTensors = Mapping[str, tuple[Tensor, Tensor]]
 """Module name -> A [rank, in] and scaled B [out, rank]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    down_RK: torch.Tensor
-    up_OR: torch.Tensor
-    owner_R: torch.Tensor
+    down_RK: Tensor
+    up_OR: Tensor
+    owner_R: Tensor
     """Number of the adapter that each rank belongs to; one tensor for all projections with the same owners."""
 
 
@@ -43,7 +44,7 @@ class LowRankBank:
     ) -> None:
         """`names`: what the adapters call each module."""
         self._numbers = {name: number for number, name in enumerate(adapters, start=NO_ADAPTER + 1)}
-        self._owners: dict[tuple[int, ...], torch.Tensor] = {}
+        self._owners: dict[tuple[int, ...], Tensor] = {}
         self._pairs: dict[int, _Pair] = {}
         taken: set[str] = set()
         for layer in layers:
@@ -59,15 +60,15 @@ class LowRankBank:
     def number(self, name: str) -> int:
         return self._numbers[name]
 
-    def rows(self, numbers_N: torch.Tensor) -> AdapterRows:
+    def rows(self, numbers_N: Tensor) -> AdapterRows:
         return AdapterRows(self._pairs, numbers_N)
 
     def _pair(
         self, projection: Projection, members: list[str], adapters: Mapping[str, AdapterTensors]
     ) -> _Pair | None:
         sizes = [module.weight.shape[0] for module in projection.modules]
-        downs: list[torch.Tensor] = []
-        ups: list[torch.Tensor] = []
+        downs: list[Tensor] = []
+        ups: list[Tensor] = []
         owners: list[int] = []
         for adapter, tensors in adapters.items():
             for index, member in enumerate(members):
@@ -90,12 +91,12 @@ class LowRankBank:
 class AdapterRows:
     """A batch's rows with their adapters' numbers, for one pass through the layers."""
 
-    def __init__(self, pairs: Mapping[int, _Pair], numbers_N: torch.Tensor) -> None:
+    def __init__(self, pairs: Mapping[int, _Pair], numbers_N: Tensor) -> None:
         self._pairs = pairs
         self._numbers_N1 = numbers_N[:, None]
-        self._own: dict[int, torch.Tensor] = {}
+        self._own: dict[int, Tensor] = {}
 
-    def add_to(self, y: torch.Tensor, projection: Projection, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, y: Tensor, projection: Projection, x: Tensor) -> Tensor:
         """In place; returns y."""
         pair = self._pairs.get(id(projection))
         if pair is None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rill.errors import UnsupportedError
 from rill.models.decode.attention_paged import KVCache, PagedBatch
@@ -50,7 +51,7 @@ class PackedScorer:
         self._rule = LogitRule.of(model.config)
 
     @torch.no_grad()
-    def __call__(self, sequences: Sequence[torch.Tensor], temperature: float = 1.0) -> list[torch.Tensor]:
+    def __call__(self, sequences: Sequence[Tensor], temperature: float = 1.0) -> list[Tensor]:
         """One float32 tensor per sequence: log p of each token given those before it, 0 at position 0."""
         lengths = [len(s) for s in sequences]
         ids_N = torch.cat([s.to(self._device, torch.int64) for s in sequences])
@@ -68,7 +69,7 @@ class PackedScorer:
         device: torch.device = self._head.weight.device
         return device
 
-    def _logprobs(self, hidden_SE: torch.Tensor, targets_S: torch.Tensor, temperature: float) -> torch.Tensor:
+    def _logprobs(self, hidden_SE: Tensor, targets_S: Tensor, temperature: float) -> Tensor:
         logits_SV = self._rule(invariant_linear(hidden_SE, self._head.weight, self._head.bias))
         if logits_SV.device.type == "cuda":
             from rill.models.ops.triton_logprob import token_logprobs
@@ -78,7 +79,7 @@ class PackedScorer:
         logprobs_SV = (logits_SV.float() / (temperature or 1.0)).log_softmax(-1)
         return logprobs_SV.gather(1, targets_S[:, None])[:, 0]
 
-    def _hidden(self, ids_N: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    def _hidden(self, ids_N: Tensor, lengths: list[int]) -> Tensor:
         counts = [-(-n // BLOCK_SIZE) for n in lengths]
         firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         positions_N = np.concatenate([np.arange(n) for n in lengths])
@@ -123,7 +124,7 @@ def _build(model: PreTrainedModel, probe: Probe, max_len: int) -> Decoder | None
     return Decoder(structure, plain, invariant_linear)
 
 
-def _prompts(lengths: list[int], slots_N: torch.Tensor, tables: torch.Tensor) -> PagedBatch:
+def _prompts(lengths: list[int], slots_N: Tensor, tables: Tensor) -> PagedBatch:
     """Each sequence as one prompt."""
     starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     starts[1:] = torch.tensor(lengths).cumsum(0)
@@ -136,7 +137,7 @@ def _prompts(lengths: list[int], slots_N: torch.Tensor, tables: torch.Tensor) ->
     )
 
 
-def _rows(lengths: list[int], positions_N: Array, slots_N: torch.Tensor, tables: torch.Tensor) -> PagedBatch:
+def _rows(lengths: list[int], positions_N: Array, slots_N: Tensor, tables: Tensor) -> PagedBatch:
     """Each token as a row that generates, with the context up to itself."""
     lens = positions_N + 1
     table_rows = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)

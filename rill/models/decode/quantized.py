@@ -21,22 +21,16 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rill.errors import UnsupportedError
 from rill.models.decode.attention_paged import CacheRows
 from rill.models.decode.decoder import Decoder, DecoderOps, KernelStages
 from rill.models.decode.structure import Layer, Projection, Structure
-from rill.models.ops.fp8 import (
-    Activations,
-    Fp8Rows,
-    ProductScales,
-    multiplies_fp8,
-    rounded,
-    rounded_plain,
-)
+from rill.models.ops.fp8 import Activations, Fp8Rows, ProductScales, multiplies_fp8, rounded, rounded_plain
 from rill.models.ops.int4 import check_groups, rounded_int4
 
-Writer = Callable[[torch.Tensor], object]
+Writer = Callable[[Tensor], object]
 """Brings a whole new parameter to the form in which it is held."""
 
 
@@ -68,7 +62,7 @@ def quantize_weights(structure: Structure, kind: str) -> dict[int, Writer]:
 
 
 @torch.no_grad()
-def _rounded(projection: Projection, as_held: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, Writer]:
+def _rounded(projection: Projection, as_held: Callable[[Tensor], Tensor]) -> dict[int, Writer]:
     found: dict[int, Writer] = {}
     for module in projection.modules:
         write = partial(_write_rounded, module.weight, as_held)
@@ -77,9 +71,7 @@ def _rounded(projection: Projection, as_held: Callable[[torch.Tensor], torch.Ten
     return found
 
 
-def _write_rounded(
-    into: torch.Tensor, as_held: Callable[[torch.Tensor], torch.Tensor], new: torch.Tensor
-) -> None:
+def _write_rounded(into: Tensor, as_held: Callable[[Tensor], Tensor], new: Tensor) -> None:
     into.data.copy_(as_held(new.to(into.dtype)))
 
 
@@ -116,9 +108,9 @@ class Fp8Stages(KernelStages):
 
     def multiplied(
         self, projection: Projection, x: Activations, *, is_whole: bool
-    ) -> tuple[torch.Tensor, tuple[ProductScales, ...]]:
+    ) -> tuple[Tensor, tuple[ProductScales, ...]]:
         assert projection.weight is not None
-        rows = Fp8Rows.of(x) if isinstance(x, torch.Tensor) else x
+        rows = Fp8Rows.of(x) if isinstance(x, Tensor) else x
         y = rows.product(projection.weight)
         scales = ProductScales(rows.scales_B, projection.scales, projection.bias)
         return (scales.applied(y), ()) if is_whole else (y, (scales,))
@@ -129,7 +121,7 @@ class RoundedStages(KernelStages):
         super().__init__(ops, ops.linear)
         self._weights, self._cache = weights, cache
 
-    def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> torch.Tensor:
+    def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> Tensor:
         qkv = super().queries(x, layer, rows)
         slots = rows.slots_N.long()
         for held in (rows.keys, rows.values) if self._cache else ():
@@ -137,6 +129,6 @@ class RoundedStages(KernelStages):
             flat[slots] = rounded_plain(flat[slots])
         return qkv
 
-    def project(self, projection: Projection, x: Activations) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
+    def project(self, projection: Projection, x: Activations) -> Tensor:
+        assert isinstance(x, Tensor)
         return super().project(projection, rounded(x) if self._weights else x)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rill.errors import ConfigError, UnsupportedError
 from rill.models.decode.structure import MLP, Layer, Projection, read_mlp, read_structure
@@ -43,7 +43,7 @@ class Cut:
     """(length, parts), one after the other along the axis: a rank holds one part of each; with fewer parts than ranks,
     some hold the same. Without sections rank 0 holds all of it and the others zeros: what is added once."""
 
-    def part(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    def part(self, whole: Tensor, rank: int, size: int) -> Tensor:
         if not self.sections:
             return whole if rank == 0 else torch.zeros_like(whole)
         pieces, start = [], 0
@@ -111,9 +111,7 @@ def shard_model(model: PreTrainedModel, probe: Probe, group: TensorGroup) -> tup
         whole.data = cut.part(whole.data, group.rank, group.size).clone(memory_format=torch.contiguous_format)
     calls = [
         replace(
-            call,
-            num_heads=call.num_heads // group.size,
-            num_kv_heads=max(1, call.num_kv_heads // group.size),
+            call, num_heads=call.num_heads // group.size, num_kv_heads=max(1, call.num_kv_heads // group.size)
         )
         for call in probe.calls
     ]

@@ -12,6 +12,7 @@ Called by rill.inference.native.cuda_runner for captured decode steps. Axes: B r
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from rill.models.decode.attention_paged import CacheRows
 from rill.models.decode.decoder import Decoder, KernelStages
@@ -30,31 +31,31 @@ long that asking early changes nothing."""
 class SkinnyStages(KernelStages):
     """For batches of one token a row and at most MAX_ROWS rows."""
 
-    def __init__(self, decoder: Decoder, head_VE: torch.Tensor) -> None:
+    def __init__(self, decoder: Decoder, head_VE: Tensor) -> None:
         super().__init__(decoder.ops, decoder.ops.linear)
         self._head = head_VE
         self._num_sms = torch.cuda.get_device_properties(head_VE.device).multi_processor_count
 
     @staticmethod
-    def supports(decoder: Decoder, head_VE: torch.Tensor) -> bool:
+    def supports(decoder: Decoder, head_VE: Tensor) -> bool:
         """Each projection lies in one piece of memory, and tiles divide it; launches can overlap from Hopper on."""
         if torch.cuda.get_device_capability(head_VE.device) < (9, 0):
             return False
         return all(_is_plain(layer) for layer in decoder.layers) and head_VE.shape[1] % 16 == 0
 
-    def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> torch.Tensor:
+    def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> Tensor:
         return turn_parts(
             self._parts(x, layer.qkv), layer.qkv.bias, rows, layer.call.num_heads, layer.head_norms
         )
 
-    def gated(self, x: Activations, mlp: MLP) -> torch.Tensor:
+    def gated(self, x: Activations, mlp: MLP) -> Tensor:
         return self._product(x, mlp.gate_up, self._head.dtype, is_gelu=mlp.is_gelu)[0]
 
     def join(
         self,
         x: Activations,
         projection: Projection | None,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         post: Norm | None,
         following: Norm | None,
         scale: float,
@@ -65,26 +66,26 @@ class SkinnyStages(KernelStages):
             hidden, self._parts(x, projection), projection.bias, post, following, to_fp8=to_fp8
         )
 
-    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_BE: Tensor) -> Tensor:
         """[B, V] in the model's dtype."""
         shape = self._shape(self._head, len(hidden_BE), is_cut=False)
         return product(hidden_BE, self._head, shape, dtype=hidden_BE.dtype)[0]
 
-    def _parts(self, x: Activations, projection: Projection) -> torch.Tensor:
+    def _parts(self, x: Activations, projection: Projection) -> Tensor:
         return self._product(x, projection, torch.float32)
 
     def _product(
         self, x: Activations, projection: Projection, dtype: torch.dtype, is_gelu: bool | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         weight, scales = projection.weight, projection.scales
         assert weight is not None
-        if scales is not None and isinstance(x, torch.Tensor):
+        if scales is not None and isinstance(x, Tensor):
             x = Fp8Rows.of(x)
         shape = self._shape(weight, len(values_and_scales(x)[0]), is_gated=is_gelu is not None)
         return product(x, weight, shape, dtype=dtype, scales_N=scales, is_gelu=is_gelu)
 
     def _shape(
-        self, weight: torch.Tensor, rows: int, *, is_gated: bool = False, is_cut: bool = True
+        self, weight: Tensor, rows: int, *, is_gated: bool = False, is_cut: bool = True
     ) -> ProductShape:
         num_out, num_in = weight.shape
         is_cut, is_few, is_fp8 = is_cut and not is_gated, rows <= FEW_ROWS, weight.dtype is FP8

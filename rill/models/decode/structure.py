@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rill.models.eager import AttentionCall, Probe, decoder_blocks, decoder_of
 
@@ -43,12 +43,12 @@ NORM_ORDERS = (
 """Names of the norms before and after attention, before and after the MLP. With the first alone both halves of a block
 read what it gives, side by side."""
 
-LinearFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+LinearFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(slots=True)
 class Norm:
-    weight: torch.Tensor
+    weight: Tensor
     eps: float
     is_offset: bool
     """Multiplies by 1 + weight, without rounding in between."""
@@ -70,12 +70,12 @@ class Turn:
     """A rotary embedding other than the kernels' own, which pairs the halves of whole heads: of neighbours, or of a
     part of each head. Axes: L position, N token, H head, D head dimension."""
 
-    cos_LD: torch.Tensor
-    sin_LD: torch.Tensor
+    cos_LD: Tensor
+    sin_LD: Tensor
     """Negative where a pair's other number is taken off."""
-    partner_D: torch.Tensor
+    partner_D: Tensor
 
-    def __call__(self, heads_NHD: torch.Tensor, positions_N: torch.Tensor) -> None:
+    def __call__(self, heads_NHD: Tensor, positions_N: Tensor) -> None:
         """In place."""
         cos, sin = (table.index_select(0, positions_N)[:, None] for table in (self.cos_LD, self.sin_LD))
         heads_NHD.copy_(heads_NHD * cos + heads_NHD[..., self.partner_D] * sin)
@@ -86,13 +86,13 @@ class Projection:
     """One or more Linear modules with the same input, as one product."""
 
     modules: list[nn.Linear]
-    weight: torch.Tensor | None
+    weight: Tensor | None
     """Their weights in one storage; None where they may not be moved, and are multiplied one by one."""
-    bias: torch.Tensor | None
-    scales: torch.Tensor | None = None
+    bias: Tensor | None
+    scales: Tensor | None = None
     """Of a weight of 8 bits, one for each row; those of one module are the same."""
 
-    def __call__(self, x: torch.Tensor, linear: LinearFn) -> torch.Tensor:
+    def __call__(self, x: Tensor, linear: LinearFn) -> Tensor:
         if len(self.modules) == 1:
             return linear(x, self.modules[0].weight, self.modules[0].bias)
         if self.weight is not None:
@@ -151,11 +151,11 @@ class Structure:
     embed_scale: float
     layers: list[Layer]
     final_norm: Norm
-    ropes: list[tuple[torch.Tensor, torch.Tensor]]
+    ropes: list[tuple[Tensor, Tensor]]
     """Cosines and sines [max_len, D] in the model's precision."""
     rotary: nn.Module
 
-    def turned_by(self, positions_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def turned_by(self, positions_3N: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [N, D] of tokens that stand in time, height and width."""
         cos, sin = self.rotary(self.final_norm.weight, positions_3N[:, None])
         return cos[0].contiguous(), sin[0].contiguous()
@@ -231,15 +231,13 @@ def _layer(index: int, block: Any, probe: Probe, tables: _RopeTables, *, fuse: b
     )
 
 
-def _plain_queries(
-    attention: Any, qkv: Projection, entered_TE: torch.Tensor, shape: torch.Size
-) -> torch.Tensor:
+def _plain_queries(attention: Any, qkv: Projection, entered_TE: Tensor, shape: torch.Size) -> Tensor:
     """[T, H, D], before they are turned."""
     plain = qkv(entered_TE, torch.nn.functional.linear)[:, : shape[1] * shape[2]]
     norm = getattr(attention, "q_norm", None)
     if norm is None:
         return plain.view(shape)
-    normed: torch.Tensor = norm(plain.view(shape) if len(norm.weight) == shape[2] else plain)
+    normed: Tensor = norm(plain.view(shape) if len(norm.weight) == shape[2] else plain)
     return normed.view(shape)
 
 
@@ -292,7 +290,7 @@ class _RopeTables:
     """How layers turn their queries and keys. Tables are for the kernels, which turn the halves of whole heads: one for
     each kind of layer, and one that does not turn at all."""
 
-    def __init__(self, backbone: Any, config: Any, like: torch.Tensor, max_len: int) -> None:
+    def __init__(self, backbone: Any, config: Any, like: Tensor, max_len: int) -> None:
         self._module: Any = getattr(backbone, "rotary_emb", None)
         values = config.to_dict()
         self._kinds = values.get("layer_types")
@@ -305,14 +303,12 @@ class _RopeTables:
             self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
         )
         self._like, self._max_len = like, max_len
-        self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.made: list[tuple[Tensor, Tensor]] = []
         self._at: dict[tuple[str, int], int] = {}
         self._turns: dict[tuple[str, int], Turn] = {}
-        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def find(
-        self, layer: int, plain_THD: torch.Tensor, turned_THD: torch.Tensor
-    ) -> tuple[int, Turn | None] | None:
+    def find(self, layer: int, plain_THD: Tensor, turned_THD: Tensor) -> tuple[int, Turn | None] | None:
         """Which table, and what is done before it: found by trying what the layer made of its queries."""
         kind = self._kinds[layer] if self._takes_kind and self._kinds else ""
         if kind not in self._pairs:
@@ -340,14 +336,14 @@ class _RopeTables:
             self._turns[kind, dim] = _turn(cos_LP, sin_LP, dim, *ways[way])
         return off, self._turns[kind, dim]
 
-    def _table(self, kind: str, cos: torch.Tensor, sin: torch.Tensor) -> int:
+    def _table(self, kind: str, cos: Tensor, sin: Tensor) -> int:
         key = (kind, cos.shape[1])
         if key not in self._at:
             self._at[key] = len(self.made)
             self.made.append((cos, sin))
         return self._at[key]
 
-    def _make_pairs(self, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _make_pairs(self, kind: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines, one for each pair of numbers that turn together."""
         positions = torch.arange(self._max_len, device=self._like.device)[None]
         if hasattr(self._module, "mrope_section"):  # letters stand alike in time, height and width
@@ -361,9 +357,7 @@ class _RopeTables:
         return cos[0], sin[0]
 
 
-def _turn(
-    cos_LP: torch.Tensor, sin_LP: torch.Tensor, dim: int, first_P: torch.Tensor, second_P: torch.Tensor
-) -> Turn:
+def _turn(cos_LP: Tensor, sin_LP: Tensor, dim: int, first_P: Tensor, second_P: Tensor) -> Turn:
     """Of the numbers at these places of a head; what has no place stays."""
     cos_LD, sin_LD = cos_LP.new_ones(len(cos_LP), dim), sin_LP.new_zeros(len(sin_LP), dim)
     partner_D = torch.arange(dim, device=cos_LP.device)
@@ -393,7 +387,7 @@ def _fused(modules: list[nn.Linear], *, fuse: bool) -> Projection:
     return Projection(modules, weight, bias)
 
 
-def _share(parameters: list[torch.Tensor]) -> torch.Tensor:
+def _share(parameters: list[Tensor]) -> Tensor:
     """One tensor over all of them, stacked by rows; each parameter becomes a view of its part."""
     joined = torch.cat([p.data for p in parameters])
     start = 0

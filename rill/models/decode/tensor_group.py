@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class TensorGroup:
@@ -22,17 +23,17 @@ class TensorGroup:
         self.blame: Callable[[Exception], Exception] = lambda error: error
         """What a call that failed raises, from what the library said."""
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Summed over the ranks, in place; returns x."""
         self._run(self._group.allreduce, [x])
         return x
 
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """As rank 0 has it, in place; returns x."""
         self._run(self._group.broadcast, [x], _from_first(dist.BroadcastOptions()))
         return x
 
-    def scatter(self, into: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -> None:
+    def scatter(self, into: Tensor, parts: Sequence[Tensor] = ()) -> None:
         """Rank r receives parts[r], of one shape each. Rank 0 gives the parts."""
         given = [list(parts)] if self.rank == 0 else []
         self._run(self._group.scatter, [into], given, _from_first(dist.ScatterOptions()))

@@ -12,6 +12,7 @@ from ctypes import CFUNCTYPE, c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rill.models.decode.attention_paged import CacheRows, PagedBatch
 from rill.models.decode.structure import HeadNorms, Norm
@@ -61,7 +62,7 @@ class CpuKernels(TorchKernels):
     def supports(dtype: torch.dtype, head_dim: int) -> bool:
         return dtype in DTYPES and head_dim <= 256
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias for x [N, in], with sums in float32; torch's where has_products is false.
 
         Weights are read where they lie: nothing is packed or copied, so new values in place need no further word.
@@ -78,7 +79,7 @@ class CpuKernels(TorchKernels):
         )  # fmt: skip
         return out
 
-    def add_norm(self, hidden: torch.Tensor, addend: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+    def add_norm(self, hidden: Tensor, addend: Tensor | None, norm: Norm) -> Tensor:
         out = torch.empty_like(hidden)
         rows, size = hidden.shape
         self._calls["add_norm", hidden.dtype](
@@ -87,7 +88,7 @@ class CpuKernels(TorchKernels):
         )  # fmt: skip
         return out
 
-    def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+    def act_mul(self, gate_up: Tensor, *, gelu: bool) -> Tensor:
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         self._calls["act_mul", gate_up.dtype](
@@ -95,7 +96,7 @@ class CpuKernels(TorchKernels):
         )
         return out
 
-    def rope_store(self, qkv: torch.Tensor, rows: CacheRows, num_heads: int, norms: HeadNorms | None) -> None:
+    def rope_store(self, qkv: Tensor, rows: CacheRows, num_heads: int, norms: HeadNorms | None) -> None:
         kv_heads, dim = rows.keys.shape[2:]
         q_norm, k_norm = (None, None) if norms is None else (norms.query.weight, norms.key.weight)
         eps = 0.0 if norms is None else norms.query.eps
@@ -107,13 +108,13 @@ class CpuKernels(TorchKernels):
 
     def attend_flat(
         self,
-        query_NW: torch.Tensor,
+        query_NW: Tensor,
         num_heads: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
         batch: PagedBatch,
         rule: ScoreRule,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         _, block_size, kv_heads, dim = keys.shape
         out = query_NW.new_empty(len(query_NW), num_heads, dim)
         tables = batch.block_tables_BM
@@ -127,5 +128,5 @@ class CpuKernels(TorchKernels):
         return out
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
+def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -24,8 +25,8 @@ LEAST_ROW = 1e-12
 
 
 class Fp8Rows(NamedTuple):
-    values_BK: torch.Tensor
-    scales_B: torch.Tensor  # float32
+    values_BK: Tensor
+    scales_B: Tensor  # float32
 
     @classmethod
     def empty(cls, size: Sequence[int], device: torch.device) -> Fp8Rows:
@@ -33,12 +34,12 @@ class Fp8Rows(NamedTuple):
         return cls(torch.empty(tuple(size), dtype=FP8, device=device), scales)
 
     @classmethod
-    def of(cls, x_BK: torch.Tensor) -> Fp8Rows:
+    def of(cls, x_BK: Tensor) -> Fp8Rows:
         rows = cls.empty(x_BK.shape, x_BK.device)
         rows.write(x_BK)
         return rows
 
-    def write(self, x_BK: torch.Tensor, *, is_weight: bool = False) -> None:
+    def write(self, x_BK: Tensor, *, is_weight: bool = False) -> None:
         """`is_weight`: all rows have the scale of the largest."""
         if x_BK.device.type == "cuda":
             from rill.models.ops.triton_fp8 import quantize_into
@@ -51,10 +52,10 @@ class Fp8Rows(NamedTuple):
         self.scales_B.copy_(largest / LARGEST)
         self.values_BK.copy_((x_BK.float() * (LARGEST / largest)[:, None]).clamp(-LARGEST, LARGEST))
 
-    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+    def wide(self, dtype: torch.dtype) -> Tensor:
         return (self.values_BK.float() * self.scales_B[:, None]).to(dtype)
 
-    def product(self, weight_NK: torch.Tensor) -> torch.Tensor:
+    def product(self, weight_NK: Tensor) -> Tensor:
         """Values @ weight.T in bfloat16 by the tensor cores, without the scales: whoever reads it applies them. The
         library's products that apply a scale for each row are the slower ones by 30 to 120 % at 256 rows."""
         one = _one(self.values_BK.device)
@@ -68,23 +69,23 @@ class Fp8Rows(NamedTuple):
         )
 
 
-Activations = torch.Tensor | Fp8Rows
+Activations = Tensor | Fp8Rows
 """What flows from a norm or an activation to a product."""
 
 
-def values_and_scales(x: Activations) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (x, None) if isinstance(x, torch.Tensor) else x
+def values_and_scales(x: Activations) -> tuple[Tensor, Tensor | None]:
+    return (x, None) if isinstance(x, Tensor) else x
 
 
 class ProductScales(NamedTuple):
     """What is left to do to a product of rows of 8 bits: y · x_B · weight_N + bias_N; weight_N is the same number
     throughout a parameter's rows."""
 
-    x_B: torch.Tensor | None
-    weight_N: torch.Tensor | None
-    bias_N: torch.Tensor | None
+    x_B: Tensor | None
+    weight_N: Tensor | None
+    bias_N: Tensor | None
 
-    def applied(self, y_BN: torch.Tensor) -> torch.Tensor:
+    def applied(self, y_BN: Tensor) -> Tensor:
         assert self.x_B is not None and self.weight_N is not None
         whole = y_BN.float() * self.x_B[:, None] * self.weight_N
         return (whole if self.bias_N is None else whole + self.bias_N).to(y_BN.dtype)
@@ -94,7 +95,7 @@ NO_SCALES = ProductScales(None, None, None)
 
 
 @functools.cache
-def _one(device: torch.device) -> torch.Tensor:
+def _one(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
 
 
@@ -103,13 +104,13 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def rounded(x_BK: torch.Tensor, *, is_weight: bool = False) -> torch.Tensor:
+def rounded(x_BK: Tensor, *, is_weight: bool = False) -> Tensor:
     """As 8 bits and their scale hold it."""
     rows = Fp8Rows.empty(x_BK.shape, x_BK.device)
     rows.write(x_BK, is_weight=is_weight)
     return rows.wide(x_BK.dtype)
 
 
-def rounded_plain(x: torch.Tensor) -> torch.Tensor:
+def rounded_plain(x: Tensor) -> Tensor:
     """As 8 bits hold it without a scale."""
     return x.float().clamp(-LARGEST, LARGEST).to(FP8).to(x.dtype)

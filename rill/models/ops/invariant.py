@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from rill.errors import UnsupportedError
@@ -28,7 +29,7 @@ ROW_SIZES = (16, 32, 64, 128, 256)
 """Rows of one product on the CPU. The last is always allowed: a product of one constant shape."""
 
 
-def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias with every row's bits independent of the others. x is [..., in]. Without gradients."""
     flat = x.reshape(-1, x.shape[-1])
     if x.device.type == "cuda":
@@ -46,7 +47,7 @@ def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _padded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _padded_product(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.shape[0]
     sizes = _row_sizes(weight.shape[0], weight.shape[1], weight.dtype, torch.get_num_threads())
     if rows in sizes:

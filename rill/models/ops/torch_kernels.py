@@ -9,6 +9,7 @@ dimension.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from rill.models.decode.attention_paged import CacheRows, FlatKernels, PagedBatch
 from rill.models.decode.structure import HeadNorms, Norm
@@ -19,7 +20,7 @@ GATHER_BYTES = 64 << 20
 
 
 class TorchKernels(FlatKernels):
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias; on the CPU summed in float32, which is also faster than what 16 bits have there."""
         if x.device.type == "cpu" and x.dtype != torch.float32:
             whole = torch.nn.functional.linear(
@@ -28,7 +29,7 @@ class TorchKernels(FlatKernels):
             return whole.to(x.dtype)
         return torch.nn.functional.linear(x, weight, bias)
 
-    def add_norm(self, hidden: torch.Tensor, addend: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+    def add_norm(self, hidden: Tensor, addend: Tensor | None, norm: Norm) -> Tensor:
         if addend is not None:
             hidden += addend
         x = hidden.float()
@@ -37,12 +38,12 @@ class TorchKernels(FlatKernels):
             return (x * (1.0 + norm.weight.float())).to(hidden.dtype)
         return x.to(hidden.dtype) * norm.weight
 
-    def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+    def act_mul(self, gate_up: Tensor, *, gelu: bool) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
         return act * up
 
-    def rope_store(self, qkv: torch.Tensor, rows: CacheRows, num_heads: int, norms: HeadNorms | None) -> None:
+    def rope_store(self, qkv: Tensor, rows: CacheRows, num_heads: int, norms: HeadNorms | None) -> None:
         kv_heads, dim = rows.keys.shape[2:]
         heads = qkv.view(len(qkv), -1, dim)
         q, k, v = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
@@ -55,13 +56,13 @@ class TorchKernels(FlatKernels):
 
     def attend_flat(
         self,
-        query_NW: torch.Tensor,
+        query_NW: Tensor,
         num_heads: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
         batch: PagedBatch,
         rule: ScoreRule,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         block_size, dim = keys.shape[1], keys.shape[3]
         query_NHD = query_NW.view(len(query_NW), -1, dim)[:, :num_heads].contiguous()
         out = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
@@ -86,12 +87,8 @@ class TorchKernels(FlatKernels):
 
 
 def _attend(
-    query_BQHD: torch.Tensor,
-    key_BTKD: torch.Tensor,
-    value_BTKD: torch.Tensor,
-    context_B: torch.Tensor,
-    rule: ScoreRule,
-) -> torch.Tensor:
+    query_BQHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, context_B: Tensor, rule: ScoreRule
+) -> Tensor:
     """Of sequences with context_B tokens each, of which the queries are the last; softmax in float32:
 
     out[q] = Σ_t softmax_t(cap(scale · q·k_t)) v_t  over  max(0, p − window + 1) ≤ t ≤ p,  p = context − Q + q.
@@ -130,6 +127,6 @@ def _runs(lengths: list[int], count: int, token_bytes: int) -> list[tuple[int, i
     return [*runs, (begin, count)] if count > begin else runs
 
 
-def _turned(x_NHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _turned(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x_NHD.chunk(2, dim=-1)
     return x_NHD * cos + torch.cat((-second, first), dim=-1) * sin

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rill.models.decode.decode_work import GROUP_ROWS, MAX_PIECES, TILE, WORDS, DecodeWork
 from rill.models.eager import ScoreRule
@@ -232,12 +233,12 @@ class DecodeAttention:
 
     def __call__(
         self,
-        query_BW: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        tables: torch.Tensor,
+        query_BW: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
         work: DecodeWork,
-        out: torch.Tensor,
+        out: Tensor,
         rule: ScoreRule,
     ) -> None:
         """The rows of `out` that the work names."""

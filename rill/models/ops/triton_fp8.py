@@ -8,6 +8,7 @@ Called by rill.models.decode.quantized. Axes: B row.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, tl, triton
 
@@ -92,9 +93,7 @@ def _quantize(  # type: ignore[no-untyped-def]
         store_fp8(x, out_ptr, scale_ptr, row, size, at, mask)
 
 
-def as_read(
-    keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, int]:
+def as_read(keys: Tensor, values: Tensor, query: Tensor) -> tuple[Tensor, Tensor, int]:
     """Keys and values as a kernel is given them, and how it reads them: 0: as they are, 1: 8 bits through float32,
     2: by widened_pairs. Heads of fewer than 32 numbers would have halves too narrow for a product."""
     if keys.dtype is not torch.float8_e4m3fn:
@@ -104,9 +103,7 @@ def as_read(
     return keys.view(torch.int16), values.view(torch.int16), 2
 
 
-def quantize_into(
-    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, largest: torch.Tensor | None = None
-) -> None:
+def quantize_into(x: Tensor, values: Tensor, scales: Tensor, largest: Tensor | None = None) -> None:
     """x [B, K] into e4m3 values [B, K] and float32 scales [B], all contiguous. `largest`: magnitude of all rows
     together, which have one scale then."""
     rows, size = x.shape

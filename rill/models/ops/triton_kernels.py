@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rill.models.decode.attention_paged import CacheRows, FlatKernels, PagedBatch
 from rill.models.decode.structure import HeadNorms, Norm
@@ -242,7 +243,7 @@ def _product(  # type: ignore[no-untyped-def]
     )
 
 
-def invariant_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, in] @ weight.T [in, out] with one tile shape for every number of rows."""
     x = x.contiguous()
     rows, num_in = x.shape
@@ -271,15 +272,11 @@ class TritonKernels(FlatKernels):
             device=device,
         )
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
 
     def add_norm(
-        self,
-        hidden: torch.Tensor,
-        addend: torch.Tensor | None,
-        norm: Norm,
-        scales: ProductScales = NO_SCALES,
+        self, hidden: Tensor, addend: Tensor | None, norm: Norm, scales: ProductScales = NO_SCALES
     ) -> Any:
         """`scales`: that the product `addend` lacks; the result has 8 bits then, unless the head reads it."""
         rows, size = hidden.shape
@@ -293,7 +290,7 @@ class TritonKernels(FlatKernels):
         )  # fmt: skip
         return made
 
-    def act_mul(self, gate_up: torch.Tensor, scales: ProductScales = NO_SCALES, *, gelu: bool) -> Any:
+    def act_mul(self, gate_up: Tensor, scales: ProductScales = NO_SCALES, *, gelu: bool) -> Any:
         """`scales`: that the product lacks; the result has 8 bits then."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         to_fp8 = scales.x_B is not None
@@ -308,7 +305,7 @@ class TritonKernels(FlatKernels):
 
     def rope_store(
         self,
-        qkv: torch.Tensor,
+        qkv: Tensor,
         rows: CacheRows,
         num_heads: int,
         norms: HeadNorms | None,
@@ -328,13 +325,13 @@ class TritonKernels(FlatKernels):
 
     def attend_flat(
         self,
-        query_NW: torch.Tensor,
+        query_NW: Tensor,
         num_heads: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
         batch: PagedBatch,
         rule: ScoreRule,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         _, block_size, kv_heads, dim = keys.shape
         out = query_NW.new_empty(len(query_NW), num_heads, dim)
         tables, rows, lens = batch.block_tables_BM, batch.table_rows_B, batch.context_lens_B

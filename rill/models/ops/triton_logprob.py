@@ -13,6 +13,7 @@ Axes: S row, V vocabulary.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from rill.models.ops.triton_language import ceil_div, power_of_2, tl, triton
 
@@ -78,9 +79,7 @@ class ChunkStats:
         self.values = torch.empty(max_rows * self.num_chunks * 3, dtype=torch.float32, device=device)
         self.argmax = torch.empty(max_rows * self.num_chunks, dtype=torch.int32, device=device)
 
-    def fill(
-        self, logits_SV: torch.Tensor, inv_temperature_S: torch.Tensor, cut_S: torch.Tensor | None
-    ) -> None:
+    def fill(self, logits_SV: Tensor, inv_temperature_S: Tensor, cut_S: Tensor | None) -> None:
         rows, vocab = logits_SV.shape
         _chunks[(rows, self.num_chunks)](
             logits_SV, inv_temperature_S, cut_S, self.values, self.argmax, vocab, self.num_chunks,
@@ -88,9 +87,7 @@ class ChunkStats:
         )  # fmt: skip
 
 
-def token_logprobs(
-    logits_SV: torch.Tensor, targets_S: torch.Tensor, inv_temperature_S: torch.Tensor
-) -> torch.Tensor:
+def token_logprobs(logits_SV: Tensor, targets_S: Tensor, inv_temperature_S: Tensor) -> Tensor:
     """log softmax(logits · 1/temperature) at each row's target: float32, the sampler's bits."""
     rows, vocab = logits_SV.shape
     out_S = torch.empty(rows, dtype=torch.float32, device=logits_SV.device)

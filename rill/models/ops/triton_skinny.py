@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rill.models.decode.attention_paged import CacheRows
 from rill.models.decode.structure import HeadNorms, Norm
@@ -203,13 +204,13 @@ def _turn_parts(  # type: ignore[no-untyped-def]
 
 def product(
     x_BK: Activations,
-    weight_NK: torch.Tensor,
+    weight_NK: Tensor,
     shape: ProductShape,
     *,
     dtype: torch.dtype,
-    scales_N: torch.Tensor | None = None,
+    scales_N: Tensor | None = None,
     is_gelu: bool | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Parts [P, B, N] whose sum is x @ weight.T. A weight of 8 bits has scales, and x has 8 bits then too. `is_gelu`:
     the weight's rows are gates and then ups, and the one part is act(x @ gate.T) · (x @ up.T)."""
     x, x_scales = values_and_scales(x_BK)
@@ -230,9 +231,9 @@ def product(
 
 
 def add_parts_norm(
-    hidden_BE: torch.Tensor,
-    parts_PBE: torch.Tensor,
-    bias: torch.Tensor | None,
+    hidden_BE: Tensor,
+    parts_PBE: Tensor,
+    bias: Tensor | None,
     post: Norm | None,
     norm: Norm,
     *,
@@ -250,8 +251,8 @@ def add_parts_norm(
 
 
 def turn_parts(
-    parts_PBN: torch.Tensor, bias: torch.Tensor | None, to: CacheRows, num_heads: int, norms: HeadNorms | None
-) -> torch.Tensor:
+    parts_PBN: Tensor, bias: Tensor | None, to: CacheRows, num_heads: int, norms: HeadNorms | None
+) -> Tensor:
     """Queries [B, H·D], turned; keys and values go to their slots of the cache."""
     num_parts, rows, _ = parts_PBN.shape
     kv_heads, dim = to.keys.shape[2:]

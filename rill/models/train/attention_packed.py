@@ -89,13 +89,7 @@ def _flash_attention(
     width = query_QHE.shape[-1]
     if packed.query_tiles is not None and packed.key_tiles is not None and width in _TRITON_WIDTHS:
         out_QHE: Tensor = torch.ops.rill.segment_attention(
-            query_QHE,
-            key_MGE,
-            value_MGE,
-            packed.query_tiles,
-            packed.key_tiles,
-            rule.scale,
-            rule.window,
+            query_QHE, key_MGE, value_MGE, packed.query_tiles, packed.key_tiles, rule.scale, rule.window
         )[0]
         return out_QHE[None]
     # The kernel aligns the causal mask to the bottom right: the last query of a segment sees its last key.

@@ -84,12 +84,7 @@ def _forward(module: nn.Linear, sums: GradientSums | None, held: Held | None, x:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sums: GradientSums | None,
-        held: Held | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: GradientSums | None, held: Held | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # Checkpointing gives back other tensors than were saved, and sums are found by the weight itself.
