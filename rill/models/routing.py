@@ -166,19 +166,19 @@ class Routing:
             self._agreed.append((is_same.sum(), (plan_TK != UNKNOWN).sum()))
         if self.is_recording:
             self._chosen[layer] = chosen_TK.detach()
-        count_E = None
         if self._balances or self._terms is not None:
-            count_E = torch.zeros(scores_TE.shape[-1], dtype=torch.int64, device=scores_TE.device)
-            count_E.scatter_add_(0, chosen_TK.detach().flatten(), torch.ones_like(chosen_TK.flatten()))
-        if count_E is not None and self._balances:
-            balance = self._balance(
-                scores_TE, count_E
-            )  # computed again in backward too, where it is not counted
-            if self._terms is not None:
-                self._terms.append(balance)
-        if count_E is not None and self._terms is not None:
-            self._loads[layer] = self._loads.get(layer, 0) + count_E
+            self._count(layer, scores_TE, chosen_TK.detach().flatten())
         return chosen_TK
+
+    def _count(self, layer: int, scores_TE: Tensor, chosen_S: Tensor) -> None:
+        count_E = torch.zeros(scores_TE.shape[-1], dtype=torch.int64, device=scores_TE.device)
+        count_E.scatter_add_(0, chosen_S, torch.ones_like(chosen_S))
+        # Computed again in backward too, where nothing is counted.
+        balance = self._balance(scores_TE, count_E) if self._balances else None
+        if self._terms is not None:
+            if balance is not None:
+                self._terms.append(balance)
+            self._loads[layer] = self._loads.get(layer, 0) + count_E
 
     def _balance(self, scores_TE: Tensor, count_E: Tensor) -> Tensor:
         """1 × K where all experts are chosen alike. Scores are probabilities or logits, as the router has it."""

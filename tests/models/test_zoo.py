@@ -58,13 +58,15 @@ def test_modules_that_differ_are_refused_with_the_engine_to_use_instead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from rill.inference.native.engine import NativeEngine
-    from rill.models.decode.attention_paged import FlatKernels
     from rill.models.loading import ModelConfig
+    from rill.models.ops.cpu_kernels import CpuKernels
+    from rill.models.ops.torch_kernels import TorchKernels
 
-    def other(self: Any, query_NHD: Any, *args: Any, **kwargs: Any) -> Any:
-        return query_NHD.clone()
+    def other(self: Any, query_NW: Any, num_heads: int, *args: Any) -> Any:
+        return query_NW.view(len(query_NW), num_heads, -1).clone()
 
-    monkeypatch.setattr(FlatKernels, "attend", other)
+    for kernels in (CpuKernels, TorchKernels):
+        monkeypatch.setattr(kernels, "attend", other)
     config = NativeEngine.Config(
         model=ModelConfig(shape={"model_type": "llama", **SMALL}), num_kv_blocks=8, fast_path=False
     )

@@ -70,7 +70,7 @@ class FlatKernels(Protocol):
     """What a device must provide. Keys and values of a layer have one width."""
 
     @abstractmethod
-    def attend_flat(
+    def attend(
         self,
         query_NW: Tensor,
         num_heads: int,
@@ -80,13 +80,6 @@ class FlatKernels(Protocol):
         rule: ScoreRule,
     ) -> Tensor:
         """[N, H, D]. `query_NW`: rows that begin with num_heads queries."""
-
-    def attend(
-        self, query_NHD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, rule: ScoreRule
-    ) -> Tensor:
-        return self.attend_flat(
-            query_NHD.flatten(1).contiguous(), query_NHD.shape[1], keys, values, batch, rule
-        )
 
 
 @dataclass(slots=True)
@@ -127,7 +120,8 @@ def paged_attention_forward(
     keys.view(-1, *keys.shape[2:]).index_copy_(0, context.batch.slots_N, key[0].transpose(0, 1))
     values.view(-1, *values.shape[2:]).index_copy_(0, context.batch.slots_N, value[0].transpose(0, 1))
     rule = ScoreRule.of(key, **arguments)
-    out_NHD = context.kernels.attend(query[0].transpose(0, 1), keys, values, context.batch, rule)
+    query_NW = query[0].transpose(0, 1).flatten(1).contiguous()
+    out_NHD = context.kernels.attend(query_NW, query.shape[1], keys, values, context.batch, rule)
     return out_NHD[None, ..., :value_dim], None
 
 

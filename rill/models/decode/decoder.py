@@ -96,7 +96,7 @@ class Decoder:
             call, keys, values = layer.call, cache.keys[layer.index], cache.values[layer.index]
             rows = CacheRows(*ropes[layer.rope], positions_N, batch.slots_N, keys, values)
             query = stages.queries(x, layer, rows)
-            attended = self.ops.attend_flat(query, call.num_heads, keys, values, batch, call.rule).flatten(1)
+            attended = self.ops.attend(query, call.num_heads, keys, values, batch, call.rule).flatten(1)
             scale = layer.residual_scale
             x = stages.join(attended, layer.out, hidden, layer.after_attention, layer.before_mlp, scale)
             if layer.is_parallel:

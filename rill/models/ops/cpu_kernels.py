@@ -106,7 +106,7 @@ class CpuKernels(TorchKernels):
             rows.values.data_ptr(), qkv.shape[0], num_heads, kv_heads, dim, self.num_threads,
         )  # fmt: skip
 
-    def attend_flat(
+    def attend(
         self,
         query_NW: Tensor,
         num_heads: int,

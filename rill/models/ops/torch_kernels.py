@@ -54,7 +54,7 @@ class TorchKernels(FlatKernels):
         rows.keys.view(-1, kv_heads, dim)[rows.slots_N] = _turned(k, *turn)
         rows.values.view(-1, kv_heads, dim)[rows.slots_N] = v
 
-    def attend_flat(
+    def attend(
         self,
         query_NW: Tensor,
         num_heads: int,

@@ -323,7 +323,7 @@ class TritonKernels(FlatKernels):
             num_warps=4 if num_turned * dim <= 4096 else 8, **early_launch(qkv.device),
         )  # fmt: skip
 
-    def attend_flat(
+    def attend(
         self,
         query_NW: Tensor,
         num_heads: int,

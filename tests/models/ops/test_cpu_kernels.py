@@ -59,7 +59,7 @@ def test_attention_over_pages_equals_attention_over_gathered_keys(
         one = query[starts[row] : starts[row] + count]
         rows.append(attend_one(one, key, value, rule))
     for ops in (TorchKernels(), kernels):
-        found = ops.attend(query, keys, values, batch, rule)
+        found = ops.attend(query.flatten(1), query.shape[1], keys, values, batch, rule)
         torch.testing.assert_close(found, torch.cat(rows), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 

@@ -197,7 +197,7 @@ def test_attention_over_keys_and_values_of_8_bits(window: int) -> None:
         prefill_tiles=torch.tensor([[2, 0]], dtype=torch.int32, device=DEVICE),
     )
     rule = ScoreRule(dim**-0.5, window)
-    out = kernels().attend_flat(  # type: ignore[attr-defined]
+    out = kernels().attend(  # type: ignore[attr-defined]
         query, heads, keys, values, batch, rule
     )
     for row, (begin, end) in enumerate(((0, 1), (1, 2), (2, 22))):
