@@ -10,8 +10,6 @@ Axes: B row, H query head, K key/value head, D head dimension.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -111,57 +109,23 @@ def attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _shared(  # type: ignore[no-untyped-def]
-    q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, work_ptr, members_ptr, part_ptr, stat_ptr,
-    sinks_ptr, scale, cap, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GJ: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One piece of what a group of rows shares, for all of their queries: parts that `_decode` joins to the rows'."""
-    G: tl.constexpr = H // K
-    kv = tl.program_id(0) % K
-    entry = work_ptr + (tl.program_id(0) // K) * WORDS
-    begin = tl.load(entry + 4)
-    end = tl.load(entry + 5)
-    if end > begin:
-        piece = tl.load(entry + 1)
-        table = tables_ptr + tl.load(entry + 3).to(tl.int64) * table_stride
-        m = tl.arange(0, ROWS * GJ)
-        row = tl.load(members_ptr + tl.load(entry) * ROWS + m // GJ).to(tl.int64)
-        head = kv * G + m % GJ
-        is_mine = (row >= 0) & (m % GJ < G)
-        d = tl.arange(0, DP)
-        await_inputs(PDL)
-        q = tl.load(
-            q_ptr + (row * q_stride + head * D)[:, None] + d[None, :],
-            mask=is_mine[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        top = tl.full([ROWS * GJ], -1e30, tl.float32)
-        total = tl.zeros([ROWS * GJ], tl.float32)
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + head, mask=is_mine, other=0.0).to(tl.float32)
-            top = tl.where(piece == 0, sink, top)
-            total = tl.where(piece == 0, 1.0, total)
-        acc, top, total = attend(
-            q, keys_ptr, values_ptr, table, kv, begin, end, 0, end - 1, top, total, scale, cap, K, D, DP, BLOCK_SIZE,
-            TILE, HAS_CAP, WIDEN, PRECISION,
-        )  # fmt: skip
-        base = (row * H + head) * MAX_PIECES + piece
-        tl.store(part_ptr + base[:, None] * DP + d[None, :], acc, mask=is_mine[:, None])
-        tl.store(stat_ptr + base * 2, top, mask=is_mine)
-        tl.store(stat_ptr + base * 2 + 1, total, mask=is_mine)
+def _store_part(part_ptr, stat_ptr, at, acc, top, total, is_mine, DP: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(part_ptr + at[:, None] * DP + tl.arange(0, DP)[None, :], acc, mask=is_mine[:, None])
+    tl.store(stat_ptr + at * 2, top, mask=is_mine)
+    tl.store(stat_ptr + at * 2 + 1, total, mask=is_mine)
 
 
 @triton.jit(do_not_specialize=["first_entry", "first_row"])
 def _decode(  # type: ignore[no-untyped-def]
-    q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, work_ptr, first_entry, first_row, out_ptr,
-    part_ptr, stat_ptr, count_ptr, sinks_ptr, scale, window, cap,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
+    q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, work_ptr, first_entry, first_row, members_ptr,
+    out_ptr, part_ptr, stat_ptr, count_ptr, sinks_ptr, scale, window, cap,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, GJ: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One piece of a row's own tokens. ROWS > 1: of those that a group of rows shares, for all of their queries; such
+    parts are joined to the rows' own."""
     G: tl.constexpr = H // K
     kv = tl.program_id(0) % K
     entry = work_ptr + (first_entry + tl.program_id(0) // K) * WORDS
@@ -178,37 +142,41 @@ def _decode(  # type: ignore[no-untyped-def]
             # Whole tiles before it are skipped; tiles keep their places, so the order of the rest is the same.
             first = tl.maximum(tl.load(entry + 6) - window, 0)
             begin = tl.maximum(begin, first // TILE * TILE)
-        g = tl.arange(0, GP)
-        d = tl.arange(0, DP)
-        head = kv * G + g
-        is_mine = (g < G)[:, None] & (d < D)[None, :]
+        m, d = tl.arange(0, M), tl.arange(0, DP)
+        if ROWS > 1:
+            head = kv * G + m % GJ
+            row = tl.load(members_ptr + seq * ROWS + m // GJ).to(tl.int64)
+            is_mine = (row >= 0) & (m % GJ < G)
+        else:
+            head = kv * G + m
+            row = seq.to(tl.int64)
+            is_mine = m < G
+        inside = is_mine[:, None] & (d < D)[None, :]
         await_inputs(PDL)
-        q = tl.load(
-            q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=is_mine, other=0.0
-        )
-        top = tl.full([GP], -1e30, tl.float32)
-        total = tl.zeros([GP], tl.float32)
+        q = tl.load(q_ptr + (row * q_stride + head * D)[:, None] + d[None, :], mask=inside, other=0.0)
+        top = tl.full([M], -1e30, tl.float32)
+        total = tl.zeros([M], tl.float32)
         if HAS_SINKS:  # a key that was seen before all others, without a value: of the first piece
-            sink = tl.load(sinks_ptr + head, mask=g < G, other=0.0).to(tl.float32)
+            sink = tl.load(sinks_ptr + head, mask=is_mine, other=0.0).to(tl.float32)
             top = tl.where(piece == 0, sink, top)
             total = tl.where(piece == 0, 1.0, total)
         acc, top, total = attend(
             q, keys_ptr, values_ptr, table, kv, begin, end, first, end - 1, top, total, scale, cap, K, D, DP,
             BLOCK_SIZE, TILE, HAS_CAP, WIDEN, PRECISION,
         )  # fmt: skip
-        to = (seq.to(tl.int64) * H + head[:, None]) * D + d[None, :]
-        if num_pieces == 1:
-            tl.store(out_ptr + to, (acc / total[:, None]).to(q.dtype), mask=is_mine)
+        at = ((row - first_row) * H + head) * MAX_PIECES + piece
+        if ROWS > 1:
+            _store_part(part_ptr, stat_ptr, at, acc, top, total, is_mine, DP)
+        elif num_pieces == 1:
+            to = out_ptr + (row * H + head)[:, None] * D + d[None, :]
+            tl.store(to, (acc / total[:, None]).to(q.dtype), mask=inside)
         else:
-            base = ((seq - first_row) * H + head) * MAX_PIECES
-            tl.store(part_ptr + (base + piece)[:, None] * DP + d[None, :], acc, mask=(g < G)[:, None])
-            tl.store(stat_ptr + (base + piece) * 2, top, mask=g < G)
-            tl.store(stat_ptr + (base + piece) * 2 + 1, total, mask=g < G)
+            _store_part(part_ptr, stat_ptr, at, acc, top, total, is_mine, DP)
             tl.debug_barrier()  # every thread's part is written before this program is counted
             counter = count_ptr + (seq - first_row) * K + kv
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_own - 1:
                 tl.store(counter, 0)  # ready for the next layer
-                out_row = out_ptr + seq.to(tl.int64) * H * D
+                out_row = out_ptr + row * H * D
                 _join(
                     part_ptr, stat_ptr, out_row, seq - first_row, kv, num_pieces, H, G, GJ, D, DP, MAX_PIECES
                 )
@@ -245,24 +213,23 @@ class DecodeAttention:
         scale, window, softcap, sinks_H = rule
         group, block_size = self._heads // self._kv_heads, keys.shape[1]
         keys, values, widen = as_read(keys, values, query_BW)
-        inputs = (query_BW, query_BW.shape[1], keys, values, tables, tables.stride(0))
-        options: dict[str, Any] = {
-            "H": self._heads, "K": self._kv_heads, "D": self._dim, "DP": self._dim_padded,
-            "GJ": max(2, power_of_2(group)), "BLOCK_SIZE": block_size,
-            "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS,
-            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "WIDEN": widen,
-            "PRECISION": precision(query_BW.dtype), **early_launch(query_BW.device),
-            "num_stages": self.num_stages[widen] if query_BW.dtype.itemsize == 2 else 2,
-        }  # fmt: skip
+        joined = max(2, power_of_2(group))
+
+        def launch(entries: Tensor, run: tuple[int, int, int], **rows: int) -> None:
+            first_row, first_entry, num_entries = run
+            _decode[(num_entries * self._kv_heads,)](
+                query_BW, query_BW.shape[1], keys, values, tables, tables.stride(0), entries, first_entry, first_row,
+                work.members, out, self._part, self._stat, self._count, sinks_H, scale, window, softcap,
+                H=self._heads, K=self._kv_heads, D=self._dim, DP=self._dim_padded, GJ=joined, BLOCK_SIZE=block_size,
+                TILE=TILE, MAX_PIECES=MAX_PIECES, WORDS=WORDS, HAS_WINDOW=window > 0, HAS_CAP=softcap > 0,
+                HAS_SINKS=sinks_H is not None, WIDEN=widen, PRECISION=precision(query_BW.dtype),
+                num_stages=self.num_stages[widen] if query_BW.dtype.itemsize == 2 else 2,
+                **rows, **early_launch(query_BW.device),
+            )  # fmt: skip
+
         if work.shared is not None:
             assert window == 0, "rows with a window share nothing"
-            _shared[(len(work.shared) * self._kv_heads,)](
-                *inputs, work.shared, work.members, self._part, self._stat, sinks_H, scale, softcap,
-                ROWS=GROUP_ROWS, num_warps=8, **options,
-            )  # fmt: skip
-        for first_row, first_entry, num_entries in work.runs:
-            _decode[(num_entries * self._kv_heads,)](
-                *inputs, work.entries, first_entry, first_row, out, self._part, self._stat, self._count, sinks_H,
-                scale, window, softcap, GP=max(16, power_of_2(group)),
-                HAS_WINDOW=window > 0, num_warps=self.num_warps, **options,
-            )  # fmt: skip
+            whole = (0, 0, len(work.shared))
+            launch(work.shared, whole, ROWS=GROUP_ROWS, M=GROUP_ROWS * joined, num_warps=8)
+        for run in work.runs:
+            launch(work.entries, run, ROWS=1, M=max(16, power_of_2(group)), num_warps=self.num_warps)
