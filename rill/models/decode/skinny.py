@@ -17,8 +17,9 @@ from torch import Tensor
 from rill.models.decode.attention_paged import CacheRows
 from rill.models.decode.decoder import Decoder, KernelStages
 from rill.models.decode.structure import MLP, Layer, Norm, Projection
-from rill.models.ops.fp8 import FP8, Activations, Fp8Rows, values_and_scales
-from rill.models.ops.triton_skinny import ProductShape, add_parts_norm, product, turn_parts
+from rill.models.ops.fp8 import FP8, Activations, Fp8Rows, ProductScales, values_and_scales
+from rill.models.ops.triton_kernels import add_norm
+from rill.models.ops.triton_skinny import ProductShape, product, turn_parts
 
 MAX_ROWS = 64
 FEW_ROWS = 16
@@ -62,9 +63,8 @@ class SkinnyStages(KernelStages):
     ) -> Activations:
         assert projection is not None and following is not None and scale == 1.0
         to_fp8 = projection.scales is not None and not following.is_last
-        return add_parts_norm(
-            hidden, self._parts(x, projection), projection.bias, post, following, to_fp8=to_fp8
-        )
+        parts, bias = self._parts(x, projection), ProductScales(None, None, projection.bias)
+        return add_norm(hidden, parts, bias, post, following, to_fp8=to_fp8, num_warps=8)
 
     def logits(self, hidden_BE: Tensor) -> Tensor:
         """[B, V] in the model's dtype."""

@@ -34,9 +34,9 @@ class Fp8Rows(NamedTuple):
         return cls(torch.empty(tuple(size), dtype=FP8, device=device), scales)
 
     @classmethod
-    def of(cls, x_BK: Tensor) -> Fp8Rows:
+    def of(cls, x_BK: Tensor, *, is_weight: bool = False) -> Fp8Rows:
         rows = cls.empty(x_BK.shape, x_BK.device)
-        rows.write(x_BK)
+        rows.write(x_BK, is_weight=is_weight)
         return rows
 
     def write(self, x_BK: Tensor, *, is_weight: bool = False) -> None:
@@ -106,9 +106,7 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 def rounded(x_BK: Tensor, *, is_weight: bool = False) -> Tensor:
     """As 8 bits and their scale hold it."""
-    rows = Fp8Rows.empty(x_BK.shape, x_BK.device)
-    rows.write(x_BK, is_weight=is_weight)
-    return rows.wide(x_BK.dtype)
+    return Fp8Rows.of(x_BK, is_weight=is_weight).wide(x_BK.dtype)
 
 
 def rounded_plain(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rill.models.decode.attention_paged import CacheRows, FlatKernels, PagedBatch
 from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.eager import ScoreRule
-from rill.models.ops.fp8 import NO_SCALES, Fp8Rows, ProductScales, values_and_scales
+from rill.models.ops.fp8 import NO_SCALES, Activations, Fp8Rows, ProductScales, values_and_scales
 from rill.models.ops.triton_decode import DecodeAttention, attend
 from rill.models.ops.triton_fp8 import as_read, cached, scaled, store_fp8
 from rill.models.ops.triton_language import (
@@ -67,27 +67,35 @@ def turned(a, b, cos_ptr, sin_ptr, at, half, kind: tl.constexpr, D: tl.constexpr
     return first, ((b * cb).to(kind).to(tl.float32) + (a * sb).to(kind).to(tl.float32)).to(kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_norm(  # type: ignore[no-untyped-def]
-    h_ptr, x_ptr, xs_ptr, ws_ptr, bias_ptr, w_ptr, out_ptr, scale_ptr, size, eps, HAS_X: tl.constexpr,
-    GEMMA: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, TO_FP8: tl.constexpr,
-    PDL: tl.constexpr,
+    h_ptr, x_ptr, xs_ptr, ws_ptr, bias_ptr, post_ptr, w_ptr, out_ptr, scale_ptr, rows, size, eps, P: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POST: tl.constexpr, GEMMA: tl.constexpr, TO_FP8: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(PDL)
+    """One row: h += [norm of] x, which is a sum of P parts, in place; out = norm of h."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
-    h = tl.load(h_ptr + row * size + at, mask=mask, other=0.0)
-    kind = h.dtype
-    h = h.to(tl.float32)
-    if HAS_X:
-        x = tl.load(x_ptr + row * size + at, mask=mask, other=0.0)
+    kind: tl.constexpr = h_ptr.dtype.element_ty
+    w = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    await_inputs(PDL)
+    h = tl.load(h_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
+    if P > 0:
+        x = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(P):
+            x += tl.load(x_ptr + (part * rows + row) * size + at, mask=mask, other=0.0).to(tl.float32)
         if SCALED:
-            x = scaled(x, tl.load(xs_ptr + row) * tl.load(ws_ptr), bias_ptr, at, mask, HAS_BIAS)
-        h = (h + x.to(tl.float32)).to(kind)
+            x *= tl.load(xs_ptr + row) * tl.load(ws_ptr)
+        if HAS_BIAS:
+            x += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(kind).to(tl.float32)
+        if HAS_POST:
+            post = tl.load(post_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            x = normed(x, post, size, eps, kind, GEMMA).to(tl.float32)
+        h = (h + x).to(kind)
         tl.store(h_ptr + row * size + at, h, mask=mask)
         h = h.to(tl.float32)
-    w = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)
     out = normed(h, w, size, eps, kind, GEMMA)
     if TO_FP8:
         store_fp8(out.to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
@@ -257,6 +265,29 @@ def invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def add_norm(
+    hidden_BE: Tensor,
+    parts: Tensor | None,
+    scales: ProductScales,
+    post: Norm | None,
+    norm: Norm,
+    *,
+    to_fp8: bool,
+    num_warps: int,
+) -> Activations:
+    """hidden += Σ parts [P, B, E], or one [B, E], with what it lacks (normed first by `post`), in place; returns
+    norm(hidden)."""
+    rows, size = hidden_BE.shape
+    made = Fp8Rows.empty(hidden_BE.shape, hidden_BE.device) if to_fp8 else torch.empty_like(hidden_BE)
+    _add_norm[(rows,)](
+        hidden_BE, parts, *scales, None if post is None else post.weight, norm.weight, *values_and_scales(made),
+        rows, size, norm.eps, P=0 if parts is None else parts.numel() // hidden_BE.numel(), SCALED=scales.x_B is not None,
+        HAS_BIAS=scales.bias_N is not None, HAS_POST=post is not None, GEMMA=norm.is_offset, TO_FP8=to_fp8,
+        BLOCK=power_of_2(size), num_warps=num_warps, **early_launch(hidden_BE.device),
+    )  # fmt: skip
+    return made
+
+
 class TritonKernels(FlatKernels):
     """DecoderOps on CUDA."""
 
@@ -279,16 +310,9 @@ class TritonKernels(FlatKernels):
         self, hidden: Tensor, addend: Tensor | None, norm: Norm, scales: ProductScales = NO_SCALES
     ) -> Any:
         """`scales`: that the product `addend` lacks; the result has 8 bits then, unless the head reads it."""
-        rows, size = hidden.shape
-        block = power_of_2(size)
         to_fp8 = scales.x_B is not None and not norm.is_last
-        made = Fp8Rows.empty(hidden.shape, hidden.device) if to_fp8 else torch.empty_like(hidden)
-        _add_norm[(rows,)](
-            hidden, addend, *scales, norm.weight, *values_and_scales(made), size, norm.eps, HAS_X=addend is not None,
-            GEMMA=norm.is_offset, BLOCK=block, SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
-            TO_FP8=to_fp8, num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
-        )  # fmt: skip
-        return made
+        num_warps = 4 if hidden.shape[1] <= 2048 else 8
+        return add_norm(hidden, addend, scales, None, norm, to_fp8=to_fp8, num_warps=num_warps)
 
     def act_mul(self, gate_up: Tensor, scales: ProductScales = NO_SCALES, *, gelu: bool) -> Any:
         """`scales`: that the product lacks; the result has 8 bits then."""

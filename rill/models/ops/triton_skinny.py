@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from rill.models.decode.attention_paged import CacheRows
-from rill.models.decode.structure import HeadNorms, Norm
-from rill.models.ops.fp8 import Activations, Fp8Rows, values_and_scales
-from rill.models.ops.triton_fp8 import cached, store_fp8
-from rill.models.ops.triton_kernels import activated, normed, turned
+from rill.models.decode.structure import HeadNorms
+from rill.models.ops.fp8 import Activations, values_and_scales
+from rill.models.ops.triton_fp8 import cached
+from rill.models.ops.triton_kernels import activated, turned
 from rill.models.ops.triton_language import (
     await_inputs,
     ceil_div,
@@ -113,38 +113,6 @@ def _product(  # type: ignore[no-untyped-def]
     tl.store(to, out, mask=(b < rows)[None, :] & (n < num_out)[:, None])
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _add_parts_norm(  # type: ignore[no-untyped-def]
-    h_ptr, part_ptr, bias_ptr, post_ptr, w_ptr, out_ptr, scale_ptr, rows, size, eps, P: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_POST: tl.constexpr, GEMMA: tl.constexpr, TO_FP8: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One row: h += [norm of] Σ parts, in place; out = norm of h."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    mask = at < size
-    kind: tl.constexpr = h_ptr.dtype.element_ty
-    w = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    await_inputs(PDL)
-    h = tl.load(h_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
-    x = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(P):
-        x += tl.load(part_ptr + (part * rows + row) * size + at, mask=mask, other=0.0)
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    x = x.to(kind).to(tl.float32)
-    if HAS_POST:
-        post = tl.load(post_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x = normed(x, post, size, eps, kind, GEMMA).to(tl.float32)
-    h = (h + x).to(kind)
-    tl.store(h_ptr + row * size + at, h, mask=mask)
-    out = normed(h.to(tl.float32), w, size, eps, kind, GEMMA)
-    if TO_FP8:
-        store_fp8(tl.where(mask, out.to(tl.float32), 0.0), out_ptr, scale_ptr, row, size, at, mask)
-    else:
-        tl.store(out_ptr + row * size + at, out, mask=mask)
-
-
 @triton.jit
 def _head_of_parts(  # type: ignore[no-untyped-def]
     part_ptr, bias_ptr, step, at, mask, kind: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr
@@ -228,26 +196,6 @@ def product(
         PRECISION=precision(x.dtype), num_warps=shape.num_warps, num_stages=shape.num_stages, **early,
     )  # fmt: skip
     return out
-
-
-def add_parts_norm(
-    hidden_BE: Tensor,
-    parts_PBE: Tensor,
-    bias: Tensor | None,
-    post: Norm | None,
-    norm: Norm,
-    *,
-    to_fp8: bool = False,
-) -> Activations:
-    """hidden += Σ parts (normed first by `post`), in place; returns norm(hidden)."""
-    rows, size = hidden_BE.shape
-    made = Fp8Rows.empty(hidden_BE.shape, hidden_BE.device) if to_fp8 else torch.empty_like(hidden_BE)
-    _add_parts_norm[(rows,)](
-        hidden_BE, parts_PBE, bias, None if post is None else post.weight, norm.weight, *values_and_scales(made), rows,
-        size, norm.eps, P=len(parts_PBE), HAS_BIAS=bias is not None, HAS_POST=post is not None, GEMMA=norm.is_offset,
-        TO_FP8=to_fp8, BLOCK=power_of_2(size), num_warps=8, **early_launch(hidden_BE.device),
-    )  # fmt: skip
-    return made
 
 
 def turn_parts(

@@ -144,10 +144,8 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_logprob_K, grad_entropy_K = grads
         hidden_KD, weight_VD, bias_V, target_K, out_3K = ctx.saved_tensors
-        kept_CV, ctx.kept_CV = (
-            ctx.kept_CV,
-            None,
-        )  # written over below: a second backward pass computes it again
+        # Written over below: a second backward pass computes it again.
+        kept_CV, ctx.kept_CV = ctx.kept_CV, None
         if grad_logprob_K is None:
             grad_logprob_K = torch.zeros_like(out_3K[0])
         _, gradient = _kernels(hidden_KD.device)

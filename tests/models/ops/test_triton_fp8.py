@@ -155,13 +155,14 @@ def test_few_rows_of_8_bits_times_a_weight_of_8_bits(
 
 @pytest.mark.parametrize("has_post_norm", [False, True])
 def test_parts_are_added_normed_and_written_in_8_bits(has_post_norm: bool) -> None:
-    from rill.models.ops.triton_skinny import add_parts_norm
+    from rill.models.ops.triton_kernels import add_norm
 
     hidden, bias, norm = randn(5, 96), randn(96), Norm(randn(96), 1e-6, False)
-    arguments = (randn(3, 5, 96).float(), bias, norm if has_post_norm else None, norm)
+    post = norm if has_post_norm else None
+    arguments = (randn(3, 5, 96).float(), ProductScales(None, None, bias), post, norm)
     plain, narrow = hidden.clone(), hidden.clone()
-    wanted = add_parts_norm(plain, *arguments)
-    found = add_parts_norm(narrow, *arguments, to_fp8=True)
+    wanted = add_norm(plain, *arguments, to_fp8=False, num_warps=8)
+    found = add_norm(narrow, *arguments, to_fp8=True, num_warps=8)
     assert isinstance(wanted, torch.Tensor) and torch.equal(plain, narrow)
     assert error(written(found), wanted) < ROUNDING
 
