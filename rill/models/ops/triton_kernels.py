@@ -279,11 +279,12 @@ def add_norm(
     norm(hidden)."""
     rows, size = hidden_BE.shape
     made = Fp8Rows.empty(hidden_BE.shape, hidden_BE.device) if to_fp8 else torch.empty_like(hidden_BE)
+    num_parts = 0 if parts is None else 1 if parts.ndim == 2 else len(parts)
     _add_norm[(rows,)](
         hidden_BE, parts, *scales, None if post is None else post.weight, norm.weight, *values_and_scales(made),
-        rows, size, norm.eps, P=0 if parts is None else parts.numel() // hidden_BE.numel(), SCALED=scales.x_B is not None,
-        HAS_BIAS=scales.bias_N is not None, HAS_POST=post is not None, GEMMA=norm.is_offset, TO_FP8=to_fp8,
-        BLOCK=power_of_2(size), num_warps=num_warps, **early_launch(hidden_BE.device),
+        rows, size, norm.eps, P=num_parts, SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
+        HAS_POST=post is not None, GEMMA=norm.is_offset, TO_FP8=to_fp8, BLOCK=power_of_2(size), num_warps=num_warps,
+        **early_launch(hidden_BE.device),
     )  # fmt: skip
     return made
 
