@@ -65,14 +65,13 @@ def quantize_weights(structure: Structure, kind: str) -> dict[int, Writer]:
 def _rounded(projection: Projection, as_held: Callable[[Tensor], Tensor]) -> dict[int, Writer]:
     found: dict[int, Writer] = {}
     for module in projection.modules:
-        write = partial(_write_rounded, module.weight, as_held)
+
+        def write(new: Tensor, into: Tensor = module.weight) -> None:
+            into.data.copy_(as_held(new.to(into.dtype)))
+
         write(module.weight.data)
         found[id(module.weight)] = write
     return found
-
-
-def _write_rounded(into: Tensor, as_held: Callable[[Tensor], Tensor], new: Tensor) -> None:
-    into.data.copy_(as_held(new.to(into.dtype)))
 
 
 @torch.no_grad()

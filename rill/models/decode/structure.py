@@ -370,21 +370,16 @@ def _turn(cos_LP: Tensor, sin_LP: Tensor, dim: int, first_P: Tensor, second_P: T
 
 def _projection(parent: Any, choices: tuple[tuple[str, ...], ...], *, fuse: bool) -> Projection | None:
     for names in choices:
-        modules = [getattr(parent, name, None) for name in names]
+        modules: list[Any] = [getattr(parent, name, None) for name in names]
         if all(type(m) is nn.Linear for m in modules):
-            return _fused(modules, fuse=fuse)  # type: ignore[arg-type]
+            if len(modules) == 1:
+                return Projection(modules, modules[0].weight, modules[0].bias)
+            has_bias = [m.bias is not None for m in modules]
+            if not fuse or any(has_bias) != all(has_bias):
+                return Projection(modules, None, None)
+            bias = _share([m.bias for m in modules]) if has_bias[0] else None
+            return Projection(modules, _share([m.weight for m in modules]), bias)
     return None
-
-
-def _fused(modules: list[nn.Linear], *, fuse: bool) -> Projection:
-    if len(modules) == 1:
-        return Projection(modules, modules[0].weight, modules[0].bias)
-    has_bias = [m.bias is not None for m in modules]
-    if not fuse or any(has_bias) != all(has_bias):
-        return Projection(modules, None, None)
-    weight = _share([m.weight for m in modules])
-    bias = _share([m.bias for m in modules]) if has_bias[0] else None
-    return Projection(modules, weight, bias)
 
 
 def _share(parameters: list[Tensor]) -> Tensor:
