@@ -54,8 +54,7 @@ class PictureReader:
     def read(self, data: bytes) -> Picture:
         """DataError where it is no picture."""
         key = hashlib.blake2b(data, digest_size=16).hexdigest()
-        with self._lock:
-            _, (_, height, width) = self._cut(key, data)
+        _, (_, height, width) = self._cut(key, data)
         merge = int(self.processor.merge_size)
         return Picture(key=key, data=data, rows=height // merge, columns=width // merge)
 
@@ -83,8 +82,7 @@ class PictureReader:
 
     def patches(self, picture: Picture) -> tuple[Tensor, tuple[int, int, int]]:
         """[P, channels · frames · height · width] in float32, and the grid they lie on: frames, rows, columns."""
-        with self._lock:
-            return self._cut(picture.key, picture.data)
+        return self._cut(picture.key, picture.data)
 
     @cached_property
     def processor(self) -> Any:
@@ -103,22 +101,23 @@ class PictureReader:
         )
 
     def _cut(self, key: str, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
-        known = self._patches.get(key)
-        if known is not None:
-            self._patches.move_to_end(key)
-            return known
-        try:
-            cut = self.processor(images=_opened(data), return_tensors="pt")
-        except (ValueError, OSError) as error:
-            raise DataError(f"a picture of {len(data)} bytes cannot be used: {error}") from error
-        frames, height, width = cut["image_grid_thw"][0].tolist()
-        found = (cut["pixel_values"].float(), (frames, height, width))
-        self._patches[key] = found
-        self._num_kept_bytes += found[0].nbytes
-        while self._num_kept_bytes > MAX_KEPT_BYTES and len(self._patches) > 1:
-            _, (oldest, _) = self._patches.popitem(last=False)
-            self._num_kept_bytes -= oldest.nbytes
-        return found
+        with self._lock:
+            known = self._patches.get(key)
+            if known is not None:
+                self._patches.move_to_end(key)
+                return known
+            try:
+                cut = self.processor(images=_opened(data), return_tensors="pt")
+            except (ValueError, OSError) as error:
+                raise DataError(f"a picture of {len(data)} bytes cannot be used: {error}") from error
+            frames, height, width = cut["image_grid_thw"][0].tolist()
+            found = (cut["pixel_values"].float(), (frames, height, width))
+            self._patches[key] = found
+            self._num_kept_bytes += found[0].nbytes
+            while self._num_kept_bytes > MAX_KEPT_BYTES and len(self._patches) > 1:
+                _, (oldest, _) = self._patches.popitem(last=False)
+                self._num_kept_bytes -= oldest.nbytes
+            return found
 
 
 def load_pictures(config: ModelConfig) -> PictureReader | None:

@@ -77,16 +77,8 @@ def chunk_gradient_(
     """∂loss/∂logits, written over the logits."""
     num_rows, size = logits_CV.shape
     _gradient[(num_rows, triton.cdiv(size, _BLOCK))](
-        logits_CV,
-        target_C,
-        lse_C,
-        entropy_C,
-        grad_logprob_C.contiguous(),
-        entropy_C if grad_entropy_C is None else grad_entropy_C.contiguous(),
-        scale,
-        size,
-        HAS_ENTROPY=grad_entropy_C is not None,
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
+        logits_CV, target_C, lse_C, entropy_C, grad_logprob_C.contiguous(),
+        entropy_C if grad_entropy_C is None else grad_entropy_C.contiguous(), scale, size,
+        HAS_ENTROPY=grad_entropy_C is not None, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
     return logits_CV

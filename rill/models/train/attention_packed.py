@@ -55,9 +55,7 @@ def packed_attention(
         "a model of changes_scores() takes layouts without use_flash"
     )
     width = value.shape[-1]
-    if (
-        width < key.shape[-1]
-    ):  # narrower than keys, as in multi-head latent attention; the kernels know one width
+    if width < key.shape[-1]:  # as in multi-head latent attention; the kernels know one width
         value = functional.pad(value, (0, key.shape[-1] - width))
     return _flash_attention(query, key, value, packed, rule)[..., :width], None
 
@@ -94,20 +92,10 @@ def _flash_attention(
         return out_QHE[None]
     # The kernel aligns the causal mask to the bottom right: the last query of a segment sees its last key.
     out_QHE = torch.ops.aten._flash_attention_forward(
-        query_QHE,
-        key_MGE,
-        value_MGE,
-        packed.cu_queries,
-        packed.cu_keys,
-        packed.max_queries,
-        packed.max_keys,
-        0.0,
-        True,
-        False,
-        scale=rule.scale,
-        window_size_left=rule.window - 1 if rule.window else None,
+        query_QHE, key_MGE, value_MGE, packed.cu_queries, packed.cu_keys, packed.max_queries, packed.max_keys,
+        0.0, True, False, scale=rule.scale, window_size_left=rule.window - 1 if rule.window else None,
         window_size_right=0 if rule.window else None,
-    )[0]
+    )[0]  # fmt: skip
     return out_QHE[None]
 
 
