@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from rill.runtime.process.session_key import SessionKey
 
@@ -14,8 +16,7 @@ STORE_GROUP = "store-"
 """Followed by a node's id: the name of its store server in the hub and at its agent."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerAddress:
+class WorkerAddress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a process of the run can be reached. A relaunched rank has a new one."""
 
     group: str

@@ -199,7 +199,7 @@ class Cluster:
             key=SessionKey.new() if self._backend.is_spread else None,
             report_dir=report_dir,
         )
-        return RuntimeContext(site, WorkerAddress(DRIVER_GROUP, 0, node.node_id), "driver")
+        return RuntimeContext(site, WorkerAddress(DRIVER_GROUP, 0, node.node_id))
 
     def _close_nodes(self) -> None:
         for client in self._nodes.values():

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from rill.errors import RunError
 from rill.runtime.address import Site, WorkerAddress
@@ -36,19 +38,12 @@ if TYPE_CHECKING:
 class RuntimeContext:
     """The doors of one process."""
 
-    def __init__(
-        self,
-        site: Site,
-        address: WorkerAddress,
-        socket_name: str,
-        *,
-        torch_device: str | None = None,
-    ) -> None:
-        """`address`: who this is; where it can be reached is added. `socket_name`: of its mailbox, in the session's
-        folder. `torch_device`: where tensors that were on a GPU at the sender are put; None: on the CPU. Nothing waits
-        for the hub, which may be starting."""
+    def __init__(self, site: Site, address: WorkerAddress, *, torch_device: str | None = None) -> None:
+        """`address`: who this is; where it can be reached is added. `torch_device`: where tensors that were on a GPU at
+        the sender are put; None: on the CPU. Nothing waits for the hub, which may be starting."""
         self.site = site
-        endpoint = f"ipc://{site.session_dir}/{socket_name}"
+        # A short name, because the path of a Unix socket may have 107 characters.
+        endpoint = f"ipc://{site.session_dir}/{secrets.token_hex(4)}"
         self.mailbox = Mailbox(endpoint, host=site.host, key=site.key)
         tcp_endpoint = self.mailbox.tcp_endpoint
         self.address = replace(address, pid=os.getpid(), endpoint=endpoint, tcp_endpoint=tcp_endpoint)
@@ -62,7 +57,7 @@ class RuntimeContext:
         self.late = functools.partial(late, self)
         """Makes the error of a handle's deadline."""
         self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key)
-        self.hub.submit("registry.register", {"address": astuple(self.address)})
+        self.hub.submit("registry.register", {"address": self.address})
         self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
         self.directory = Directory(self)
         self.parcels = Parcels(self)

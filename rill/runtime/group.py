@@ -11,7 +11,7 @@ are members when the call is made. Only the driver changes a group.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from rill.registry import unknown_name_message
 from rill.runtime.address import WorkerAddress
 from rill.runtime.context import RuntimeContext, current
 from rill.runtime.handle import DEFAULT_WAIT_S, Handle
+from rill.runtime.hub.messages import Roster
 from rill.runtime.process.call import encode_arguments
 from rill.runtime.worker import Worker, callable_methods
 
@@ -40,15 +41,6 @@ def check_class(cls: type[Worker]) -> None:
             f"{cls.__qualname__}.{hidden[0]}() cannot be called through its group, whose own method has that "
             "name: rename it"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Roster:
-    """The members of a group, as they are at one moment."""
-
-    version: int
-    addresses: tuple[WorkerAddress, ...]
-    """In the order of ranks, which need not count without gaps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +73,7 @@ class WorkerGroup(Generic[W_co]):
         self._members = members
         self._selected = selected
         self._methods = callable_methods(cls)
-        self._targets: tuple[Roster | None, tuple[WorkerAddress, ...]] = (None, ())
+        self._targets: tuple[Roster | None, Sequence[WorkerAddress]] = (None, ())
         """Whom calls go to, of the members at the last call."""
 
     @property
@@ -181,12 +173,12 @@ class WorkerGroup(Generic[W_co]):
             what = f"method of {self._cls.__name__}"
             raise AttributeError(unknown_name_message(what, method, self._methods))
 
-    def _select(self, members: tuple[WorkerAddress, ...]) -> tuple[WorkerAddress, ...]:
+    def _select(self, members: Sequence[WorkerAddress]) -> Sequence[WorkerAddress]:
         if self._selected is None:
             return members
         by_rank = {address.rank: address for address in members}
         self._check_ranks(self._selected, by_rank)
-        return tuple(by_rank[rank] for rank in self._selected)
+        return [by_rank[rank] for rank in self._selected]
 
     def _check_ranks(self, wanted: Collection[int], known: Collection[int]) -> None:
         unknown = [rank for rank in wanted if rank not in known]

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rill.runtime.address import Site
-from rill.runtime.hub.messages import Commit, Done, Grant, GroupWord, Item, OutKind, Puts, Take
+from rill.runtime.hub.messages import Commit, Grant, Ids, Item, OutKind, Puts, Roster, Take
 from rill.runtime.hub.service import group_of
 from rill.runtime.hub.state import Machine
 from rill.runtime.process.agent import bootstrap
@@ -39,7 +39,7 @@ class FakeHub:
     def join(self, client: str, **info: Any) -> None:
         self.send(client, "registry.join", None)
         group, size = group_of(client), info.pop("world_size", None)
-        if size is not None and not self.machine.membership.on_group_word("", 0, group):
+        if size is not None and not self.machine.membership.on_roster("", 0, group):
             self.send("driver[0]#0", "registry.group", word(group, 1, dict.fromkeys(range(size), 0)))
         if info:
             self.send(client, "registry.register", info)
@@ -106,9 +106,9 @@ class FakeHub:
 
 def word(
     group: str, version: int, launches: dict[int, int], devices: dict[int, list[int]] | None = None
-) -> GroupWord:
+) -> Roster:
     """What the driver says of a group."""
-    return GroupWord(group, version, launches, devices or {rank: [] for rank in launches}, b"")
+    return Roster(group, version, launches, devices or {rank: [] for rank in launches}, [])
 
 
 def an_item(value: int, weight: float = 1.0, key: Any = None) -> Item:
@@ -127,7 +127,7 @@ def put(*values: int, channel: str = "c", wants_reply: bool = False, **kwargs: A
 
 def done(ids: list[int], *outputs: Puts, channel: str = "c", wants_reply: bool = False) -> Commit:
     """Finish items, and put what came of them."""
-    return Commit([Done(channel, ids)], list(outputs), wants_reply)
+    return Commit([Ids(channel, ids)], list(outputs), wants_reply)
 
 
 def take(count: int = 1, *, channel: str = "c", in_loop: bool = True, **kwargs: Any) -> Take:

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rill.runtime.hub.messages import (
-    Cancel,
     ChannelOptions,
     Commit,
-    Done,
     GiveBack,
     Grant,
+    Ids,
     Item,
     Puts,
-    Release,
 )
 from rill.runtime.transfer.segments import Ref
 from tests.runtime.hub_fakes import FakeHub, done, ids_of, put, puts, take, values_of, word
@@ -104,7 +102,7 @@ def test_what_came_of_an_item_waits_for_room_with_the_hub(hub: FakeHub) -> None:
     hub.call(DRIVER, "broker.commit", put(0, channel="small", wants_reply=True))
     send_put(hub, 1)
     leased = ask_take(hub, A0)
-    commit = Commit([Done("c", ids_of(leased))], [puts(10, channel="small")], True)
+    commit = Commit([Ids("c", ids_of(leased))], [puts(10, channel="small")], True)
     seq = hub.send(A0, "broker.commit", commit)
     assert (A0, seq) not in hub.replies
     hub.kill(A0)
@@ -265,7 +263,7 @@ def test_a_full_channel_holds_its_producer_until_there_is_room(hub: FakeHub) -> 
 def test_a_cancelled_put_leaves_nothing_behind(hub: FakeHub) -> None:
     hub.call(DRIVER, "broker.create", ChannelOptions("small", capacity_items=1))
     seq = hub.send(DRIVER, "broker.commit", put(1, 2, channel="small", wants_reply=True))
-    hub.send(DRIVER, "broker.cancel", Cancel("small", seq))
+    hub.send(DRIVER, "broker.cancel", seq)
     assert hub.replies[DRIVER, seq] == 1
     hub.call(DRIVER, "broker.end", "small")
     assert values_of(ask_take(hub, A0, 5, channel="small")) == [1]
@@ -294,7 +292,7 @@ def in_memory(owner: str, segment: str, offset: int) -> Commit:
 def test_memory_goes_back_to_its_owner_only_when_it_is_done_and_released(hub: FakeHub) -> None:
     hub.send(DRIVER, "broker.commit", in_memory(DRIVER, "segment.0", 64))
     ids = ids_of(ask_take(hub, A0))
-    hub.send(A0, "broker.release", Release("c", ids))
+    hub.send(A0, "broker.release", Ids("c", ids))
     assert DRIVER not in hub.pushes
     finish(hub, A0, ids)
     assert hub.pushes[DRIVER] == [("store_free", [("segment.0", 64)])]
@@ -308,7 +306,7 @@ def test_a_dead_producers_segments_are_deleted_once_nothing_lies_in_them(hub: Fa
     for _ in range(2):
         ids = ids_of(ask_take(hub, A0))
         assert hub.machine.unlinks[1:] == []
-        hub.send(A0, "broker.release", Release("c", ids))
+        hub.send(A0, "broker.release", Ids("c", ids))
         finish(hub, A0, ids)
     assert hub.machine.unlinks[1:] == [(A1, [])]
 
@@ -386,7 +384,7 @@ class RelayAgainstModel(RuleBasedStateMachine):
             self.is_passing[n] = True
         else:
             assert answer is None
-            self.hub.send(client, "broker.cancel", Cancel("c", seq))
+            self.hub.send(client, "broker.cancel", seq)
             assert self.hub.replies[client, seq] == Grant([])
 
     @rule(n=st.integers(0, CONSUMERS - 1), how_many=st.integers(1, 3))

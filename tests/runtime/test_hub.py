@@ -121,7 +121,7 @@ def test_a_process_that_is_slow_to_start_hears_of_those_who_died_before_it_and_c
         "rill.runtime.context.Recorder", lambda *_: time.sleep(0.3) or SimpleNamespace(close=lambda: None)
     )
     site = Site(session_dir=tmp_path, shm_dir=tmp_path, node_id="node", hub_endpoint=hub.endpoint)
-    late = RuntimeContext(site, WorkerAddress("late", 0, "node"), "late")
+    late = RuntimeContext(site, WorkerAddress("late", 0, "node"))
     late.hub.sync(20)
     gone = WorkerAddress("w", 0, "node", endpoint=f"ipc://{tmp_path}/gone")
     handle = late.call("w", "update", [gone], encode_arguments((), {}))
@@ -177,7 +177,7 @@ def test_an_answer_that_the_hub_owed_when_it_was_killed_still_comes(
 
 
 def encoded(first_seq: int, *requests: list[object]) -> bytes:
-    return msgspec.msgpack.encode(["s", first_seq, 0, requests])
+    return msgspec.msgpack.encode([first_seq, 0, requests])
 
 
 def test_a_torn_record_is_dropped_and_the_rest_is_kept(tmp_path: Path) -> None:

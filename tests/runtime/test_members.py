@@ -54,7 +54,7 @@ def test_added_ranks_get_new_ids_and_calls_go_to_those_who_are_there(cluster: Cl
     with pytest.raises(UserError, match="grow has ranks 0, 2, 3, asked for"):
         group.on(1)
     assert holder.ask_kept().wait(20) == [[(0, 2, 3), [0, 0, 0]]], "whoever holds the group follows"
-    assert cluster.context.hub.call("registry.group_word", "grow", 20)[2].keys() == {0, 2, 3}
+    assert cluster.context.hub.call("registry.roster", "grow", 20)[2].keys() == {0, 2, 3}
     with pytest.raises(WorkerError, match="only the driver"):
         holder.shrink_kept().wait(20)
     for one in (group, holder):

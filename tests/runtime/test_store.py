@@ -246,7 +246,7 @@ def context_of(hub: HubProcess, shm_dir: Path, node_id: str, group: str) -> Runt
         hub_endpoint=hub.endpoint,
         key=KEY,
     )
-    return RuntimeContext(site, WorkerAddress(group, 0, node_id), group)
+    return RuntimeContext(site, WorkerAddress(group, 0, node_id))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rill.runtime.channels.lease import Lease
 from rill.runtime.channels.producer import Producer, came_while_lending
 from rill.runtime.hub.client import Asked
-from rill.runtime.hub.messages import Cancel, GiveBack, Grant, Item, Puts, Release, Take
+from rill.runtime.hub.messages import GiveBack, Grant, Ids, Item, Puts, Take
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
 from rill.runtime.transfer.wire import decode
@@ -92,7 +92,7 @@ class Consumer:
             yield asked
         except BaseException:
             if asked.cancel():
-                self._hub.submit("broker.cancel", Cancel(self.name, asked.seq))
+                self._hub.submit("broker.cancel", asked.seq)
             elif asked.exception() is None:
                 self._return_grant(asked.result())
             raise
@@ -197,7 +197,7 @@ class Consumer:
         self._released_s = 0.0
         released = [self._released.popleft() for _ in range(len(self._released))]
         if released:
-            self._hub.submit("broker.release", Release(self.name, released))
+            self._hub.submit("broker.release", Ids(self.name, released))
 
     def _tick(self, now_s: float) -> float:
         """On the io thread: tell of released memory, return what is not used."""

@@ -19,7 +19,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
 from rill.errors import RunError
-from rill.runtime.hub.messages import Done, Item, Puts
+from rill.runtime.hub.messages import Ids, Item, Puts
 from rill.runtime.process import waits
 
 if TYPE_CHECKING:
@@ -115,13 +115,13 @@ class Lease:
         else:
             self.finish()
 
-    def _take_commit(self, state: LeaseState) -> tuple[list[Done], list[Puts]]:
+    def _take_commit(self, state: LeaseState) -> tuple[list[Ids], list[Puts]]:
         self.state = state
         held = _held.get(self._thread)
         if held is not None and self in held:
             held.remove(self)
         puts, self._puts = self._puts, []
-        return [Done(self._consumer.name, self._ids)], puts
+        return [Ids(self._consumer.name, self._ids)], puts
 
 
 # --- which lease a put joins ------------------------------------------------------------------------------

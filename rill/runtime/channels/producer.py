@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rill.errors import RillError, RunError, StuckError
 from rill.runtime.channels.lease import joined
 from rill.runtime.hub.client import ANSWER_S, Asked, as_error
-from rill.runtime.hub.messages import Cancel, Commit, Done, Item, Puts
+from rill.runtime.hub.messages import Commit, Ids, Item, Puts
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
 from rill.runtime.transfer.wire import RAW_MIN_BYTES, encode
@@ -74,7 +74,7 @@ class Producer:
             lease.add(self.name, item)
         return True
 
-    def commit(self, done: list[Done], puts: list[Puts], timeout_s: float | None) -> None:
+    def commit(self, done: list[Ids], puts: list[Puts], timeout_s: float | None) -> None:
         """All of it or nothing; returns when it is on its way, or, where a channel is bounded, in."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if self._needs_room(puts):
@@ -85,7 +85,7 @@ class Producer:
                 self.forget(part.items)
             raise stuck(self._context, f"put to channel {_names(puts)}", limit_s)
 
-    async def commit_async(self, done: list[Done], puts: list[Puts], timeout_s: float | None) -> None:
+    async def commit_async(self, done: list[Ids], puts: list[Puts], timeout_s: float | None) -> None:
         """As `commit`, on an event loop."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if self._needs_room(puts):
@@ -95,7 +95,7 @@ class Producer:
             self.commit(done, puts, limit_s)
 
     @contextmanager
-    def _asking(self, done: list[Done], puts: list[Puts], limit_s: float) -> Iterator[Asked[int]]:
+    def _asking(self, done: list[Ids], puts: list[Puts], limit_s: float) -> Iterator[Asked[int]]:
         """Around the wait for room. Whatever ends it early takes back what has none yet; but what came of something
         that was taken stays with the hub, which will let it in."""
         what = f"room in channel {_names(puts)}"
@@ -105,17 +105,17 @@ class Producer:
                 yield asked
                 late = None if asked.done() else stuck(self._context, what, limit_s)
         except BaseException:
-            self._take_back(asked, done, puts)
+            self._take_back(asked, done)
             raise
         if late is not None:
-            self._take_back(asked, done, puts)
+            self._take_back(asked, done)
             if done or self._is_left_out(asked, puts, late):
                 raise late
         asked.result()
 
-    def _take_back(self, asked: Asked[int], done: list[Done], puts: list[Puts]) -> None:
-        for part in puts if not done else ():
-            self._hub.submit("broker.cancel", Cancel(part.channel, asked.seq))
+    def _take_back(self, asked: Asked[int], done: list[Ids]) -> None:
+        if not done:
+            self._hub.submit("broker.cancel", asked.seq)
 
     def _is_left_out(self, asked: Asked[int], puts: list[Puts], error: StuckError) -> bool:
         """What became of a put that was taken back past its deadline; it may have got in at the last moment."""
@@ -127,7 +127,7 @@ class Producer:
             error.add_note(f"{num_items - num_left_out} of {num_items} items got in")
         return num_left_out > 0
 
-    def send(self, done: list[Done], puts: list[Puts]) -> None:
+    def send(self, done: list[Ids], puts: list[Puts]) -> None:
         """All of it or nothing, without waiting for room: the hub lets the rest in when there is some."""
         if self._needs_room(puts):
             self._hub.ask("broker.commit", Commit(done, puts, True), int)

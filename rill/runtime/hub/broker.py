@@ -15,15 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.hub.channel_state import ChannelState, Entry, ItemState, PutWait, TakeWait, as_key
-from rill.runtime.hub.messages import (
-    Cancel,
-    ChannelOptions,
-    Commit,
-    GiveBack,
-    Grant,
-    Release,
-    Take,
-)
+from rill.runtime.hub.messages import ChannelOptions, Commit, GiveBack, Grant, Ids, Take
 from rill.runtime.hub.service import ServiceError, group_of, name_of
 from rill.runtime.transfer.segments import Ref, owner_of
 
@@ -157,20 +149,23 @@ class Broker:
         channel.takes.append(TakeWait(client, seq, take, keys, self._machine.now_s))
         self._serve(channel)
 
-    def on_cancel(self, client: str, seq: int, cancel: Cancel) -> None:
-        """A take is answered with nothing, a commit with what was left out, unless it was answered already."""
-        channel = self._channel(cancel.channel)
-        for take in [t for t in channel.takes if (t.client, t.seq) == (client, cancel.seq)]:
-            channel.takes.remove(take)
-            self._machine.reply(client, take.seq, Grant([]))
-        for put in [p for p in channel.puts if (p.client, p.seq) == (client, cancel.seq)]:
-            channel.puts.remove(put)
-            for entry in put.entries:
-                self._drop(channel, entry)
-            self._entered(put, len(put.entries))
-        self._serve(channel)
+    def on_cancel(self, client: str, seq: int, cancelled: int) -> None:
+        """The wait of that number is taken back: a take is answered with nothing, a commit with how much was left out,
+        unless it was answered already."""
+        num_left_out = 0
+        for channel in self.channels.values():
+            for take in [t for t in channel.takes if (t.client, t.seq) == (client, cancelled)]:
+                channel.takes.remove(take)
+                self._machine.reply(client, cancelled, Grant([]))
+            for put in [p for p in channel.puts if (p.client, p.seq) == (client, cancelled)]:
+                channel.puts.remove(put)
+                for entry in put.entries:
+                    self._drop(channel, entry)
+                num_left_out += len(put.entries)
+                self._entered(put, num_left_out)
+                self._serve(channel)
 
-    def on_release(self, client: str, seq: int, released: Release) -> None:
+    def on_release(self, client: str, seq: int, released: Ids) -> None:
         channel = self._channel(released.channel)
         held = self._held(client, channel.name)
         for item_id in released.ids:  # one that came again may be named twice

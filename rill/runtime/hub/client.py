@@ -26,7 +26,7 @@ import zmq
 
 from rill import errors
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
-from rill.runtime.hub.messages import Commit, Done, FromHub, Gap, OutKind, Output, Ping, Puts, Requests
+from rill.runtime.hub.messages import Commit, FromHub, Gap, Ids, OutKind, Output, Puts, Requests
 from rill.runtime.process.session_key import SessionKey
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class _Request:
     """Of a commit: what it puts and finishes."""
     num_bytes: int = 0
 
-    def add(self, done: list[Done], puts: list[Puts]) -> None:
+    def add(self, done: list[Ids], puts: list[Puts]) -> None:
         commit: Commit = self.payload
         for one in done:
             self.num_items += len(one.ids)
@@ -171,7 +171,7 @@ class HubClient:
             raise StuckError(f"{self.identity}: the hub did not answer {method} within {timeout_s:g} s")
         return asked.result()
 
-    def commit(self, done: list[Done], puts: list[Puts], deadline_s: float) -> bool:
+    def commit(self, done: list[Ids], puts: list[Puts], deadline_s: float) -> bool:
         """Finish and put, all or nothing, without an answer. False: too much was on its way until the deadline, and
         nothing was sent."""
         with self._lock:
@@ -297,9 +297,7 @@ class HubClient:
             is_outstanding = bool(self._sent or self._asked)
             ping_s = _PING_S if is_outstanding else _HEARTBEAT_S
             if now_s - max(last_sent_s, last_heard_s if is_outstanding else last_sent_s) >= ping_s:
-                socket.send(
-                    self._encoder.encode(Ping(self._received_out, self._first_sent + len(self._sent)))
-                )
+                socket.send(self._encode(self._first_sent + len(self._sent), []))
                 last_sent_s = now_s
             if is_outstanding:
                 wait_s = min(wait_s, _PING_S)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.address import STORE_GROUP
-from rill.runtime.hub.messages import GroupWord
+from rill.runtime.hub.messages import Roster
 from rill.runtime.hub.service import ServiceError, group_of, name_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Membership:
         """group -> number of the event at which its first process joined; and so for a rank that was added later."""
         self._deaths: dict[str, dict[str, Any]] = {}
         """name -> the note of its death, until the name joins again."""
-        self._groups: dict[str, GroupWord] = {}
+        self._groups: dict[str, Roster] = {}
         self._claim = ("", 0.0)
         self._finding: list[tuple[str, int, str]] = []
         """(client, seq, name) of those who wait for an address, some of them no longer."""
@@ -57,7 +57,7 @@ class Membership:
     def on_members(self, client: str, seq: int, payload: None) -> dict[str, dict[str, Any]]:
         return self.members
 
-    def on_group_word(self, client: str, seq: int, group: str) -> GroupWord | bool:
+    def on_roster(self, client: str, seq: int, group: str) -> Roster | bool:
         """The driver's last word on a group; false: there was none."""
         return self._groups.get(group, False)
 
@@ -98,7 +98,7 @@ class Membership:
         word = self._groups.get(group_of(ended))
         return word is not None and word.launches.get(int(rank), 0) > int(launch)
 
-    def on_group(self, client: str, seq: int, word: GroupWord) -> bool:
+    def on_group(self, client: str, seq: int, word: Roster) -> bool:
         before = self._groups.get(word.group)
         self._groups[word.group] = word
         if before is not None:

@@ -1,6 +1,6 @@
 """What goes over the line between a process and the hub: one typed record each, on the wire an array (msgspec).
 
-    process ──▶ Requests (numbered, journaled) · Ping
+    process ──▶ Requests (numbered, journaled)
     process ◀── Output (numbered replies and pushes) · Gap (send again from here) · Expelled
 
 Below these, what requests say of groups, channels and devices. What else the registry hears are plain values
@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from rill.runtime.address import WorkerAddress
 from rill.runtime.transfer.segments import Ref
 
 
@@ -32,20 +33,13 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
 Request = tuple[str, msgspec.Raw]
 
 
-class Requests(_Message, tag="s"):
-    """Consecutive requests; applied once each, in order."""
+class Requests(_Message):
+    """Consecutive requests; applied once each, in order. None: a ping, which says how far both directions are."""
 
     first_seq: int
     received_out: int
     """The last numbered output that the process has."""
     requests: list[Request]
-
-
-class Ping(_Message, tag="p"):
-    """Still here, and how far both directions are."""
-
-    received_out: int
-    next_seq: int
 
 
 class Output(_Message, tag="o"):
@@ -64,14 +58,13 @@ class Expelled(_Message, tag="x"):
     """The hub takes this process for dead."""
 
 
-ToHub = Requests | Ping
 FromHub = Output | Gap | Expelled
 
 
 # --- groups -----------------------------------------------------------------------------------------------
 
 
-class GroupWord(_Message):
+class Roster(_Message):
     """The driver's word on a group: who is in it, on what, and whom a call to it reaches."""
 
     group: str
@@ -80,8 +73,8 @@ class GroupWord(_Message):
     """Rank -> the number of its launch; none: the group is closed."""
     devices: dict[int, list[int]]
     """Rank -> the ids of its devices."""
-    roster: bytes
-    """For callers: a pickled Roster."""
+    addresses: list[WorkerAddress]
+    """Whom calls reach, in the order of ranks; none while the group is about to start."""
 
 
 # --- channels ---------------------------------------------------------------------------------------------
@@ -113,8 +106,8 @@ class Puts(_Message):
     items: list[Item]
 
 
-class Done(_Message):
-    """Items of one channel that are dealt with."""
+class Ids(_Message):
+    """Items of one channel: those that are dealt with, or whose memory nobody looks at any more."""
 
     channel: str
     ids: list[int]
@@ -123,7 +116,7 @@ class Done(_Message):
 class Commit(_Message):
     """Finish what was taken and put what came of it: all of it, or nothing. A plain put finishes nothing."""
 
-    done: list[Done]
+    done: list[Ids]
     puts: list[Puts]
     wants_reply: bool = False
     """Answered, with 0, when every item is in; otherwise a refusal is pushed ("commit_failed")."""
@@ -148,20 +141,6 @@ class Grant(_Message):
 
     items: list[Item]
     is_end: bool = False
-
-
-class Cancel(_Message):
-    """Take a wait back: a Take, or the part of a Commit that has no room yet. The wait is answered in any case."""
-
-    channel: str
-    seq: int
-
-
-class Release(_Message):
-    """Items whose memory nobody looks at any more."""
-
-    channel: str
-    ids: list[int]
 
 
 class GiveBack(_Message):

@@ -19,7 +19,7 @@ import zmq
 
 from rill.runtime.address import Site
 from rill.runtime.hub.journal import HubJournal
-from rill.runtime.hub.messages import Expelled, FromHub, Gap, Output, Ping, Requests, ToHub
+from rill.runtime.hub.messages import Expelled, FromHub, Gap, Output, Requests
 from rill.runtime.transfer.segments import unlink
 
 _MAX_MESSAGES_PER_ROUND = 256
@@ -41,7 +41,7 @@ class Hub:
             assert site.key is not None, "a hub for other nodes in a session without a key"
             site.key.guard(self._socket)
             self._socket.bind(tcp)
-        self._decoder: msgspec.msgpack.Decoder[ToHub] = msgspec.msgpack.Decoder(ToHub)
+        self._decoder = msgspec.msgpack.Decoder(Requests)
         self._encoder = msgspec.msgpack.Encoder()
 
     def run(self) -> None:
@@ -69,39 +69,22 @@ class Hub:
                 identity, raw = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            client = identity.decode()
-            now_s = time.monotonic()
-            message = self._decoder.decode(raw)
-            if isinstance(message, Requests):
-                self._take_requests(client, raw, message, now_s)
-            else:
-                self._answer_ping(client, message)
+            self._take(identity.decode(), raw, self._decoder.decode(raw))
 
-    def _take_requests(self, client: str, raw: bytes, message: Requests, now_s: float) -> None:
-        first_seq, requests = message.first_seq, message.requests
-        machine = self._machine
+    def _take(self, client: str, raw: bytes, message: Requests) -> None:
+        machine, first_seq, requests = self._machine, message.first_seq, message.requests
         if client in machine.streams:
             machine.streams[client].confirm(message.received_out)
+            machine.touched.add(client)
+            if not requests:
+                self._sent[client] = message.received_out  # whatever it lacks goes out again
         if machine.is_news(client, first_seq, len(requests)):
+            now_s = time.monotonic()
             self._journal.append(client, raw, now_s)
             machine.apply(client, first_seq, requests, now_s)
         if client in machine.ended:
             self._send(client, Expelled())
         elif first_seq > machine.expected(client):
-            self._send(client, Gap(machine.expected(client)))
-        else:
-            machine.touched.add(client)
-
-    def _answer_ping(self, client: str, ping: Ping) -> None:
-        machine = self._machine
-        if client in machine.ended:
-            self._send(client, Expelled())
-            return
-        if client in machine.streams:
-            machine.streams[client].confirm(ping.received_out)
-            self._sent[client] = ping.received_out  # whatever it lacks goes out again
-            machine.touched.add(client)
-        if ping.next_seq > machine.expected(client):
             # Messages keep their order: the rest was lost with an earlier hub.
             self._send(client, Gap(machine.expected(client)))
 

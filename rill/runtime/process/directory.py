@@ -7,20 +7,19 @@ every change of a group to everybody; whoever waits for a peer registers with `o
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from rill.errors import StuckError, UserError
 from rill.runtime.address import DRIVER_GROUP, WorkerAddress
-from rill.runtime.hub.messages import GroupWord
+from rill.runtime.hub.messages import Roster
 from rill.runtime.hub.service import name_of
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
-    from rill.runtime.group import Roster
 
 
 class Directory:
@@ -48,10 +47,11 @@ class Directory:
             roster = given
         is_old = self._newest.get(group, 0) > roster.version
         if is_old or (self.dead and any(address.identity in self.dead for address in roster.addresses)):
-            word = self._word(group)
-            if word and word.version > roster.version:
-                found: Roster = pickle.loads(word.roster)
-                roster = found if found.addresses else roster  # none: it is about to start elsewhere
+            found = self._ask(group)
+            if (
+                found and found.version > roster.version and found.addresses
+            ):  # none: it is about to start elsewhere
+                roster = found
         self._rosters[group] = roster
         return roster
 
@@ -59,7 +59,8 @@ class Directory:
         """Who is in the run now, the driver too, as the hub knows it."""
         members = self._context.hub.call("registry.members", None).values()
         told = [info["address"] for info in members if "address" in info]
-        return [_as_address(one) for one in told if not isinstance(one, str)]  # else a store server's
+        # A store server's is a text.
+        return [msgspec.convert(one, WorkerAddress) for one in told if not isinstance(one, str)]
 
     def find(self, group: str, rank: int, timeout_s: float) -> WorkerAddress:
         """The address of a rank. Waits for one that is not there yet; PeerDiedError for a dead one."""
@@ -67,11 +68,11 @@ class Directory:
         if known := self._known.get(name):
             return known
         try:
-            found = _as_address(self._context.hub.call("registry.find", name, timeout_s))
+            found: WorkerAddress = self._context.hub.call("registry.find", name, timeout_s, WorkerAddress)
         except StuckError as error:
-            word = self._word(group)
-            if word and rank not in word.launches:
-                ranks = ", ".join(map(str, word.launches))
+            roster = self._ask(group)
+            if roster and rank not in roster.launches:
+                ranks = ", ".join(map(str, roster.launches))
                 raise UserError(f"{group} has ranks {ranks}: there is no {name}") from error
             raise StuckError(f"{self._context.address.name}: no worker {name} came up") from error
         with self._lock:
@@ -79,10 +80,10 @@ class Directory:
                 self._known[name] = found
         return found
 
-    def _word(self, group: str) -> GroupWord | None:
+    def _ask(self, group: str) -> Roster | None:
         """The driver's last word on a group, if there was one."""
-        word: GroupWord | bool = self._context.hub.call("registry.group_word", group, answer=GroupWord | bool)
-        return word if isinstance(word, GroupWord) else None
+        told: Roster | bool = self._context.hub.call("registry.roster", group, answer=Roster | bool)
+        return told if isinstance(told, Roster) else None
 
     def on_death(self, listener: Callable[[str, str], None]) -> None:
         self._listeners.append(listener)
@@ -104,8 +105,3 @@ class Directory:
 
     def close(self) -> None:
         self._listeners.clear()
-
-
-def _as_address(told: list[Any]) -> WorkerAddress:
-    address = WorkerAddress(*told)
-    return replace(address, gpus=tuple(address.gpus))

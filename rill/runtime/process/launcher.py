@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,7 +38,6 @@ class Launcher:
     log_dir: Path
     trace_dir: str | None
     _main: MainModule = field(default_factory=describe_main)
-    _socket_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def hub(self) -> Start:
         return Start(
@@ -61,13 +58,7 @@ class Launcher:
             restart=True,
         )
 
-    def worker(
-        self,
-        client: NodeClient,
-        member: Member,
-        ranks: tuple[int, ...],
-        num_threads: int,
-    ) -> Start:
+    def worker(self, client: NodeClient, member: Member, ranks: tuple[int, ...], num_threads: int) -> Start:
         address, devices = member.address, member.seat.devices
         spec = WorkerSpec(
             site=self._site_of(client),
@@ -80,7 +71,6 @@ class Launcher:
             main=self._main,
             sys_path=list(sys.path),
             trace_dir=self.trace_dir,
-            socket_name=f"w{next(self._socket_numbers)}",
         )
         return Start(
             key=address.identity,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from rill.runtime.address import WorkerAddress
 from rill.runtime.device.placement import Seat
-from rill.runtime.group import Roster
 from rill.runtime.handle import Handle
+from rill.runtime.hub.messages import Roster
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.worker import LaunchSpec, Worker
 

@@ -20,10 +20,10 @@ from rill.runtime.address import DRIVER_GROUP, WorkerAddress
 from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, gpus_of
 from rill.runtime.device.placement import Placement, Seat, resolve, seats_on_free_devices
-from rill.runtime.group import Move, Roster, check_class
+from rill.runtime.group import Move, check_class
 from rill.runtime.handle import Handle
 from rill.runtime.hub.membership import LEFT
-from rill.runtime.hub.messages import GroupWord
+from rill.runtime.hub.messages import Roster
 from rill.runtime.process.backend import NodeClient
 from rill.runtime.process.call import NO_ARGUMENTS, encode_arguments
 from rill.runtime.process.launcher import Launcher
@@ -100,7 +100,9 @@ class Supervisor:
             if not self._changed.wait_for(lambda: all(m.is_settled for m in members), HELLO_WAIT_S):
                 silent = [member.identity for member in members if not member.is_settled]
                 raise StuckError(f"{', '.join(silent)} did not start within {HELLO_WAIT_S:g} s")
-            group.roster = Roster(group.version, tuple(member.address for member in members))
+            launches = {member.seat.rank: member.address.incarnation for member in members}
+            group.roster = _roster(group, launches, [member.seat for member in members])
+            group.roster.addresses = [member.address for member in members]
             return group.roster
 
     def ranks(self, name: str) -> tuple[int, ...]:
@@ -188,7 +190,7 @@ class Supervisor:
         self.retire(running, timeout_s)
         group.changed()
         with contextlib.suppress(RunError):  # no hub any more: nobody needs to know
-            self.context.hub.submit("registry.group", _word(Roster(group.version, ()), name, {}, ()))
+            self.context.hub.submit("registry.group", _roster(group, {}, ()))
 
     # --- starting and ending processes --------------------------------------------------------------------
 
@@ -200,9 +202,7 @@ class Supervisor:
             group.next_rank = max(group.next_rank, 1 + max(ranks))
             group.changed()
             launches = {rank: self._launches[group.name, rank] for rank in ranks}
-        self.context.hub.submit(
-            "registry.group", _word(Roster(group.version, ()), group.name, launches, seats)
-        )
+        self.context.hub.submit("registry.group", _roster(group, launches, seats))
         members = self._start(group, seats, ranks)
         with self._lock:
             group.members.update((member.seat.rank, member) for member in members)
@@ -210,9 +210,7 @@ class Supervisor:
 
     def announce(self, group: Group) -> None:
         """Tell the hub, and so everybody, who can be called now: whoever asks the hub after this gets this answer."""
-        launches = {rank: member.address.incarnation for rank, member in group.members.items()}
-        seats = [member.seat for member in group.members.values()]
-        self.context.hub.call("registry.group", _word(self.roster(group.name), group.name, launches, seats))
+        self.context.hub.call("registry.group", self.roster(group.name))
 
     def call(self, members: Iterable[Member], method: str, *args: object, concurrent: bool = False) -> Handle:
         """Call a method of the runtime's own on members that have said hello."""
@@ -398,6 +396,6 @@ class Supervisor:
             raise PlanError(f"there is a group {name!r} already: close it first or choose another name")
 
 
-def _word(roster: Roster, name: str, launches: dict[int, int], seats: Sequence[Seat]) -> GroupWord:
+def _roster(group: Group, launches: dict[int, int], seats: Sequence[Seat]) -> Roster:
     devices = {seat.rank: [device.id for device in seat.devices] for seat in seats}
-    return GroupWord(name, roster.version, launches, devices, pickle.dumps(roster))
+    return Roster(group.name, group.version, launches, devices, [])

@@ -56,8 +56,6 @@ class WorkerSpec:
     main: MainModule
     sys_path: list[str]
     trace_dir: str | None
-    socket_name: str
-    """Short, because the path of a Unix socket may have 107 characters."""
 
 
 def main(start: bytes) -> None:
@@ -84,7 +82,7 @@ class WorkerProcess:
     """One rank: its worker, its surroundings, and how calls run on it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self.context = RuntimeContext(spec.site, spec.address, spec.socket_name, torch_device=spec.device)
+        self.context = RuntimeContext(spec.site, spec.address, torch_device=spec.device)
         self._spec = spec
         self._name = self.context.address.name
         self._worker: Worker | None = None
