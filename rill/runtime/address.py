@@ -44,6 +44,16 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.endpoint if node_id == self.node_id else self.tcp_endpoint
 
 
+def name_of(identity: str) -> str:
+    """The rank behind "rollout[3]#0", its first launch, is "rollout[3]"."""
+    return identity.partition("#")[0]
+
+
+def group_of(identity: str) -> str:
+    """The group of "rollout[3]#0" is "rollout"."""
+    return identity.partition("[")[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """What every process of a session is told about where it runs."""

@@ -16,16 +16,13 @@ A handle can be pickled and passed to workers; every process opens its own ends 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from rill.errors import ConfigError
 from rill.runtime.channels.consumer import Consumer
 from rill.runtime.channels.lease import Lease, before_wait, end_call, finish_taken, join, unjoin
-from rill.runtime.channels.producer import Producer
+from rill.runtime.channels.producer import Producer, checked_key
 from rill.runtime.context import RuntimeContext, current
 from rill.runtime.hub.messages import ChannelOptions, Take
 
@@ -38,7 +35,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 class Channel:
-    """A handle. Equal in every process it is sent to."""
+    """A handle."""
 
     def __init__(self, name: str, is_bounded: bool, timeout_s: float, epoch: int | None = None) -> None:
         """Use `Channel.create`; this rebuilds a handle of a channel that exists."""
@@ -71,8 +68,7 @@ class Channel:
                 raise ConfigError(f"channel {name!r}: {what}={value}: give at least 1")
         context = current() if cluster is None else cluster.context
         context.hub.call("broker.create", options)
-        is_bounded = capacity_items is not None or capacity_bytes is not None
-        return cls(name, is_bounded, timeout_s)
+        return cls(name, options.is_bounded, timeout_s)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Channel, (self.name, self._is_bounded, self.timeout_s, self._epoch)
@@ -91,8 +87,7 @@ class Channel:
         """Put one object. Inside a loop's body or a lease it goes when that is done; else, on a bounded channel this
         returns when it is in, otherwise when it is on its way."""
         producer = self._producer
-        item = producer.describe(obj, weight, _checked_key(self.name, key), timeout_s)
-        producer.put([item], timeout_s)
+        producer.put([producer.describe(obj, weight, key, timeout_s)], timeout_s)
 
     def put_many(
         self, objects: Sequence[Any], weights: Sequence[float] | None = None, timeout_s: float | None = None
@@ -109,8 +104,7 @@ class Channel:
     ) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
         producer = self._producer
-        item = producer.describe(obj, weight, _checked_key(self.name, key), timeout_s)
-        await producer.put_async([item], timeout_s)
+        await producer.put_async([producer.describe(obj, weight, key, timeout_s)], timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when everything put by this process is with the broker, and would survive this process."""
@@ -126,7 +120,7 @@ class Channel:
 
     def take(self, timeout_s: float | None = None, *, keys: Sequence[Hashable] | None = None) -> Any:
         """The next object, of whatever epoch; with `keys`, the list of exactly those, once all of them are there."""
-        wanted = None if keys is None else [_checked_key(self.name, key) for key in keys]
+        wanted = None if keys is None else [checked_key(self.name, key) for key in keys]
         consumer = self._consumer
         finish_taken(consumer)
         take = Take(self.name, keys=wanted)
@@ -213,21 +207,3 @@ def settle_call(context: RuntimeContext) -> None:
         context.hub.sync()
         for consumer in consumers:
             consumer.producer.check()
-
-
-def _checked_key(channel: str, key: Any) -> Any:
-    """`key` as a plain value that the wire has a form for, if it can be one."""
-    if key is None:
-        return None
-    if isinstance(key, tuple):
-        return tuple(_checked_key(channel, part) for part in key)
-    for kind in (bool, int, float, str):  # bool before int, which it is too
-        if isinstance(key, kind):
-            with contextlib.suppress(
-                OverflowError, UnicodeEncodeError
-            ):  # a larger number; half of a surrogate pair
-                msgspec.msgpack.encode(plain := kind(key))
-                return plain
-    raise ConfigError(
-        f"{channel}: a key is text, a number of 64 bits or a tuple of them; got {type(key).__name__}: {key!r}"
-    )

@@ -159,8 +159,8 @@ class WorkerGroup(Generic[W_co]):
         return f"WorkerGroup({self._cls.__name__}, name={self.name!r}, size={self.size})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        roster = self._members.roster(self.name)
-        return (_rebuild_group, (self._cls, self.name, roster, self._selected))
+        given = _GivenMembers(self._members.roster(self.name))
+        return WorkerGroup, (self._cls, self.name, given, self._selected)
 
     @property
     def _owner(self) -> Supervisor:
@@ -207,9 +207,3 @@ class _GivenMembers:
     def lost(self, group: str) -> list[int]:
         directory = current().directory
         return [a.rank for a in self.roster(group).addresses if a.identity in directory.dead]
-
-
-def _rebuild_group(
-    cls: type[Worker], name: str, roster: Roster, selected: tuple[int, ...] | None
-) -> WorkerGroup[Any]:
-    return WorkerGroup(cls, name, _GivenMembers(roster), selected)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rill.errors import PeerDiedError, RillError, StuckError
@@ -20,17 +19,7 @@ from rill.runtime.process.waits import waiting
 DEFAULT_WAIT_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
 class Outcome:
-    value: Any
-    error: RillError | None
-    seconds: float
-    """Time inside the method, on the worker."""
-    timers: Mapping[str, float]
-    """Seconds by the name given to `Worker.timer`, summed over the call."""
-
-
-class Reply:
     """One rank's answer, or why there is none. It is read once, in the thread that first wants it; what reading gave or
     raised is kept for those who ask later."""
 
@@ -39,7 +28,8 @@ class Reply:
     def __init__(
         self, is_error: bool, seconds: float, timers: Mapping[str, float], read: Callable[[], Any]
     ) -> None:
-        """`read` gives the result; for a failure, the error to raise."""
+        """`seconds`: inside the method, on the worker. `timers`: seconds by the name given to `Worker.timer`, summed
+        over the call. `read` gives the result; for a failure, the error to raise."""
         self.is_error = is_error
         self.seconds = seconds
         self.timers = timers
@@ -48,7 +38,16 @@ class Reply:
         self._value: Any = None
         self._failure: Exception | None = None
 
+    @property
     def value(self) -> Any:
+        return None if self.is_error else self.read()
+
+    @property
+    def error(self) -> RillError | None:
+        return self.read() if self.is_error else None
+
+    def read(self) -> Any:
+        """The value or the error."""
         with self._lock:
             if self._read is not None:
                 try:
@@ -59,12 +58,6 @@ class Reply:
         if self._failure is not None:
             raise self._failure
         return self._value
-
-    def outcome(self) -> Outcome:
-        value = self.value()
-        if self.is_error:
-            return Outcome(None, value, self.seconds, self.timers)
-        return Outcome(value, None, self.seconds, self.timers)
 
 
 class Handle:
@@ -77,7 +70,7 @@ class Handle:
         """`diagnose(message, deadline)` makes the error of a deadline."""
         self.method = method
         self.targets = tuple(targets)
-        self._replies: list[Reply | None] = [None] * len(targets)
+        self._outcomes: list[Outcome | None] = [None] * len(targets)
         self._num_left = len(targets)
         self._failed = False
         self._lock = threading.Lock()
@@ -92,16 +85,16 @@ class Handle:
         and StuckError past the deadline."""
         self._wait(timeout_s, for_all=False)
         if self._failed:
-            errors = [reply.value() for reply in self._replies if reply is not None and reply.is_error]
+            errors = [one.read() for one in self._outcomes if one is not None and one.is_error]
             for other in errors[1:]:
                 errors[0].add_note(f"also failed: {str(other).splitlines()[0]}")
             raise errors[0]
-        return [reply.value() for reply in self._replies if reply is not None]
+        return [one.read() for one in self._outcomes if one is not None]
 
     def outcomes(self, timeout_s: float = DEFAULT_WAIT_S) -> list[Outcome]:
         """What became of every rank, failures included. Raises only StuckError."""
         self._wait(timeout_s, for_all=True)
-        return [reply.outcome() for reply in self._replies if reply is not None]
+        return [one for one in self._outcomes if one is not None]
 
     def ended(self, timeout_s: float) -> bool:
         """Wait until every rank has answered or failed; False past the time, which is no error here."""
@@ -109,18 +102,18 @@ class Handle:
 
     def so_far(self) -> list[Outcome | None]:
         """What became of the ranks that have answered or failed; None for the others. Waits for nothing."""
-        return [None if reply is None else reply.outcome() for reply in self._replies]
+        return list(self._outcomes)
 
     def done(self) -> bool:
         return self._num_left == 0
 
-    def fill(self, index: int, reply: Reply) -> None:
+    def fill(self, index: int, outcome: Outcome) -> None:
         """Called by whoever reads the answers. Only the first answer of a rank counts."""
         with self._lock:
-            if self._replies[index] is not None:
+            if self._outcomes[index] is not None:
                 return
-            self._replies[index] = reply
-            self._failed = self._failed or reply.is_error
+            self._outcomes[index] = outcome
+            self._failed = self._failed or outcome.is_error
             self._num_left -= 1
             for gate in [gate for gate in self._gates if self._is_over(for_all=gate[1])]:
                 self._gates.remove(gate)
@@ -129,7 +122,7 @@ class Handle:
     def lose(self, index: int, why: str) -> None:
         """Called where an answer will not come: "died during a call"."""
         error = PeerDiedError(f"{self.targets[index].name} {why}")
-        self.fill(index, Reply(True, 0.0, {}, lambda: error))
+        self.fill(index, Outcome(True, 0.0, {}, lambda: error))
 
     def _is_over(self, *, for_all: bool) -> bool:
         """Whether all have answered, or it is known what `wait` gives: one has failed."""
@@ -137,7 +130,7 @@ class Handle:
 
     def _came(self, timeout_s: float, *, for_all: bool) -> bool:
         """Wait, in the stuck-run report's sight."""
-        with waiting(f"results of {self.method}", self._waits_on):
+        with waiting(f"results of {self.method}", lambda: next(iter(self._missing()), "")):
             with self._lock:
                 if self._is_over(for_all=for_all):
                     return True
@@ -157,9 +150,5 @@ class Handle:
             missing = f"{self.method} has not ended on {', '.join(self._missing())} within {timeout_s:g} s"
             raise self._diagnose(f"{missing} (called {waited_s:.1f} s ago)", timeout_s)
 
-    def _waits_on(self) -> str:
-        """For the stuck-run report: the first rank that has not answered."""
-        return next(iter(self._missing()), "")
-
     def _missing(self) -> list[str]:
-        return [t.name for t, reply in zip(self.targets, self._replies, strict=True) if reply is None]
+        return [t.name for t, one in zip(self.targets, self._outcomes, strict=True) if one is None]

@@ -8,10 +8,11 @@ for what must work while a long call runs (`abort`, `stats`, `update_weights`).
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
@@ -142,7 +143,7 @@ class Worker:
             try:
                 yield
             finally:
-                timers = _this_call.timers
+                timers = _timers.get({})
                 timers[name] = timers.get(name, 0.0) + time.perf_counter() - started_s
 
     @property
@@ -171,18 +172,14 @@ class Worker:
         return rendezvous(current(), self.ranks, timeout_s=timeout_s)
 
 
-class _ThisCall(threading.local):
-    def __init__(self) -> None:
-        self.timers: dict[str, float] = {}
-
-
-_this_call = _ThisCall()
+_timers: ContextVar[dict[str, float]] = ContextVar("rill-timers")
 
 
 def begin_call() -> dict[str, float]:
     """Start collecting timers for the call that this thread is about to run."""
-    _this_call.timers = {}
-    return _this_call.timers
+    timers: dict[str, float] = {}
+    _timers.set(timers)
+    return timers
 
 
 def build(cls: type[Worker], spec: WorkerSpec, init_kwargs: Mapping[str, Any]) -> Worker:
@@ -201,14 +198,10 @@ _NOT_CALLS = frozenset(name for name in vars(Worker) if not name.startswith("_")
 """`state` and the like are called by the runtime alone."""
 
 
-_methods: dict[type[Worker], dict[str, bool]] = {}
-
-
+@functools.cache
 def callable_methods(cls: type[Worker]) -> dict[str, bool]:
     """The methods that a group of `cls` has, and whether each is `concurrent`: public functions of the class, without
     the tools of Worker itself."""
-    if cls not in _methods:
-        names = [name for name in dir(cls) if not name.startswith("_") and name not in _NOT_CALLS]
-        methods = {name: getattr(cls, name) for name in names}
-        _methods[cls] = {name: hasattr(one, _CONCURRENT) for name, one in methods.items() if callable(one)}
-    return _methods[cls]
+    names = [name for name in dir(cls) if not name.startswith("_") and name not in _NOT_CALLS]
+    methods = {name: getattr(cls, name) for name in names}
+    return {name: hasattr(one, _CONCURRENT) for name, one in methods.items() if callable(one)}

@@ -29,7 +29,7 @@ class Done:
         return True
 
     def outcomes(self, timeout_s: float) -> list[Outcome]:
-        return [Outcome(None, self._error, 0.0, {})]
+        return [Outcome(self._error is not None, 0.0, {}, lambda: self._error)]
 
 
 class OneNumber:

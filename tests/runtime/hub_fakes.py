@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from rill.runtime.address import Site
+from rill.runtime.address import Site, group_of
 from rill.runtime.hub.messages import Commit, Grant, Ids, Item, OutKind, Puts, Roster, Take
-from rill.runtime.hub.service import group_of
 from rill.runtime.hub.state import Machine
 from rill.runtime.process.agent import bootstrap
 

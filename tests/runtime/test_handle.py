@@ -10,7 +10,7 @@ import pytest
 
 from rill.errors import PeerDiedError, StuckError
 from rill.runtime.address import WorkerAddress
-from rill.runtime.handle import Handle, Reply
+from rill.runtime.handle import Handle, Outcome
 
 TARGETS = [WorkerAddress("w", rank, "n", 1, "") for rank in range(2)]
 
@@ -29,8 +29,8 @@ def test_every_thread_that_waits_gets_the_results_and_they_are_decoded_once() ->
     threads = [threading.Thread(target=lambda: got.append(handle.wait(10))) for _ in range(4)]
     for thread in threads:
         thread.start()
-    handle.fill(0, Reply(False, 1.0, {}, slowly))
-    handle.fill(1, Reply(False, 2.0, {}, lambda: "other"))
+    handle.fill(0, Outcome(False, 1.0, {}, slowly))
+    handle.fill(1, Outcome(False, 2.0, {}, lambda: "other"))
     for thread in threads:
         thread.join(10)
     assert got == [["value", "other"]] * 4
@@ -43,7 +43,7 @@ def test_a_result_that_cannot_be_decoded_fails_every_wait_alike() -> None:
     def fail() -> None:
         raise ImportError("no module named elsewhere")
 
-    handle.fill(0, Reply(False, 1.0, {}, fail))
+    handle.fill(0, Outcome(False, 1.0, {}, fail))
     for _ in range(2):
         with pytest.raises(ImportError, match="elsewhere"):
             handle.wait(1)
@@ -51,7 +51,7 @@ def test_a_result_that_cannot_be_decoded_fails_every_wait_alike() -> None:
 
 def test_the_first_outcome_of_a_rank_counts() -> None:
     handle = Handle("w.m", TARGETS[:1])
-    handle.fill(0, Reply(False, 1.0, {}, lambda: 7))
+    handle.fill(0, Outcome(False, 1.0, {}, lambda: 7))
     handle.lose(0, "is late news")
     assert handle.wait(1) == [7]
 
@@ -65,5 +65,5 @@ def test_what_is_known_so_far_can_be_asked_at_any_time() -> None:
         handle.outcomes(0)
     with pytest.raises(PeerDiedError, match="gone"):
         handle.wait(0)
-    handle.fill(1, Reply(False, 1.0, {}, lambda: 1))
+    handle.fill(1, Outcome(False, 1.0, {}, lambda: 1))
     assert handle.done() and handle.ended(0) and handle.outcomes(0)[1].value == 1

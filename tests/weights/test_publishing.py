@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rill.runtime.address import WorkerAddress
-from rill.runtime.handle import Handle, Reply
+from rill.runtime.handle import Handle, Outcome
 from rill.types import PolicyVersion
 from rill.weights.manifest import SealedManifest
 from rill.weights.publishing import Engines
@@ -30,7 +30,7 @@ class Fleet:
         ranks = self.asked[-1]
         handle = Handle("rollout.update", [WorkerAddress("rollout", rank, "n", 1, "") for rank in ranks])
         for index in range(len(ranks)):
-            handle.fill(index, Reply(False, 0.0, {}, lambda: Pulled(manifest.version, None, "")))
+            handle.fill(index, Outcome(False, 0.0, {}, lambda: Pulled(manifest.version, None, "")))
         return handle
 
 

@@ -54,7 +54,7 @@ class Consumer:
         self._dropped: deque[tuple[list[int], list[Puts]]] = deque()
         self._released_s = 0.0
         self._is_passing = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._hub.add_ticker(self._tick)
 
     def take(self, take: Take, timeout_s: float) -> tuple[Lease | None, list[Any]]:
@@ -102,7 +102,7 @@ class Consumer:
         with self._lock:
             now_s = self._touched_s = time.monotonic()
             if not take.in_loop:
-                self._return_ahead()
+                self.return_ahead()
             elif self._ahead:
                 self._num_given += 1
                 return [self._ahead.popleft()]
@@ -175,16 +175,14 @@ class Consumer:
     def return_ahead(self) -> None:
         """A loop was left: what it had read ahead goes back."""
         with self._lock:
-            self._return_ahead()
+            ids = [item.id for item in self._ahead]
+            self._ahead.clear()
+            if ids:
+                self._hub.submit("broker.give_back", GiveBack(self.name, ids))
 
     def close(self) -> None:
         self.return_ahead()
         self._hub.remove_ticker(self._tick)
-
-    def _return_ahead(self) -> None:
-        if self._ahead:
-            self._hub.submit("broker.give_back", GiveBack(self.name, [item.id for item in self._ahead]))
-            self._ahead.clear()
 
     def _release(self, item_id: int) -> None:
         """From a finalizer: no lock may be taken here."""
@@ -211,7 +209,7 @@ class Consumer:
             if self._ahead:
                 idle_s = now_s - self._touched_s
                 if idle_s >= IDLE_S:
-                    self._return_ahead()
+                    self.return_ahead()
                 else:
                     wait_s = IDLE_S - idle_s + 0.001
             if self._released:

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextvars import ContextVar
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
 from rill.errors import RunError
@@ -26,12 +25,6 @@ if TYPE_CHECKING:
     from rill.runtime.channels.consumer import Consumer
 
 
-class LeaseState(Enum):
-    OPEN = "open"
-    DONE = "done"
-    GIVEN_BACK = "given back"
-
-
 _joined: ContextVar[tuple[Lease, ...]] = ContextVar("rill-leases", default=())
 """The leases that puts made here may join, the innermost last. Tasks and asyncio.to_thread inherit it."""
 
@@ -39,7 +32,7 @@ _joined: ContextVar[tuple[Lease, ...]] = ContextVar("rill-leases", default=())
 class Lease:
     """Items taken together. From `Channel.leases` it is one item: `lease.value`."""
 
-    __slots__ = ("_consumer", "_error_before", "_ids", "_puts", "_thread", "is_left", "state", "value")
+    __slots__ = ("_consumer", "_error_before", "_ids", "_puts", "_thread", "end", "is_left", "value")
 
     def __init__(self, consumer: Consumer, items: Sequence[Item], *, is_of_thread: bool) -> None:
         """`is_of_thread`: the calling thread has it; it is settled at the latest when that one's call ends."""
@@ -48,7 +41,8 @@ class Lease:
         self._puts: list[Puts] = []
         self._error_before = sys.exc_info()[1]
         self._thread = threading.get_ident() if is_of_thread else 0
-        self.state = LeaseState.OPEN
+        self.end = ""
+        """What became of it; empty while it is open."""
         self.is_left = False
         """Its loop was left without saying how it went."""
         self.value: Any = None
@@ -57,27 +51,20 @@ class Lease:
 
     # --- for whoever works on it ----------------------------------------------------------------------------
 
-    def done(self, timeout_s: float | None = None) -> None:
+    def done(self) -> None:
         """These items are dealt with: finish them and put what was put under them. Waits for room in bounded
         channels. A second call does nothing."""
-        if self.state is LeaseState.OPEN:
-            commit = self._take_commit(LeaseState.DONE)
-            self._consumer.producer.commit(*commit, timeout_s)
-
-    async def done_async(self, timeout_s: float | None = None) -> None:
-        """As `done`, without blocking the event loop."""
-        if self.state is LeaseState.OPEN:
-            commit = self._take_commit(LeaseState.DONE)
-            await self._consumer.producer.commit_async(*commit, timeout_s)
+        if not self.end:
+            self._consumer.producer.commit(*self._take_commit("done"))
 
     def give_back(self, error: str = "") -> None:
         """Somebody else may try. Without an error it does not count as a failure."""
-        if self.state is LeaseState.OPEN:
-            _, puts = self._take_commit(LeaseState.GIVEN_BACK)
+        if not self.end:
+            _, puts = self._take_commit("given back")
             self._consumer.give_back(self._ids, puts, error)
 
     def __del__(self) -> None:
-        if self.state is LeaseState.OPEN:  # nobody can finish it any more
+        if not self.end:  # nobody can finish it any more
             self._consumer.dropped(self._ids, self._puts)
 
     async def __aenter__(self) -> Self:
@@ -86,17 +73,17 @@ class Lease:
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         unjoin(self)
-        if error is None:
-            await self.done_async()
-        else:
+        if error is not None:
             self.give_back(describe(error))
+        elif not self.end:
+            await self._consumer.producer.commit_async(*self._take_commit("done"))
 
     # --- for the ends of channels -----------------------------------------------------------------------------
 
     def add(self, channel: str, item: Item) -> None:
         """A put joins."""
-        if self.state is not LeaseState.OPEN:
-            raise RunError(f"put into {channel!r} under a lease that is {self.state.value}: put it before")
+        if self.end:
+            raise RunError(f"put into {channel!r} under a lease that is {self.end}: put it before")
         if self._puts and self._puts[-1].channel == channel:
             self._puts[-1].items.append(item)
         else:
@@ -104,8 +91,8 @@ class Lease:
 
     def finish(self) -> None:
         """As `done`, but without waiting for room: the hub keeps what has none."""
-        if self.state is LeaseState.OPEN:
-            self._consumer.producer.send(*self._take_commit(LeaseState.DONE))
+        if not self.end:
+            self._consumer.producer.send(*self._take_commit("done"))
 
     def settle(self) -> None:
         """Its loop was left: with an exception on its way it is given back, else it is done."""
@@ -115,8 +102,8 @@ class Lease:
         else:
             self.finish()
 
-    def _take_commit(self, state: LeaseState) -> tuple[list[Ids], list[Puts]]:
-        self.state = state
+    def _take_commit(self, end: str) -> tuple[list[Ids], list[Puts]]:
+        self.end = end
         held = _held.get(self._thread)
         if held is not None and self in held:
             held.remove(self)
@@ -132,29 +119,20 @@ def join(lease: Lease) -> None:
 
 
 def unjoin(lease: Lease) -> None:
-    leases = _joined.get()
-    if leases and leases[-1] is lease:
-        _joined.set(leases[:-1])
-    else:
-        _joined.set(tuple(other for other in leases if other is not lease))
+    _joined.set(tuple(other for other in _joined.get() if other is not lease))
 
 
 def joined() -> Lease | None:
     """The innermost lease that is still open here. Loops that were left are settled first."""
     leases = _joined.get()
     for lease in leases:
-        if lease.is_left or lease.state is not LeaseState.OPEN:
-            _settle(leases)
-            leases = _joined.get()
-            break
+        if lease.is_left or lease.end:
+            _joined.set(tuple(one for one in leases if not one.is_left and not one.end))
+            for left in reversed(leases):
+                if left.is_left:
+                    left.settle()
+            return joined()
     return leases[-1] if leases else None
-
-
-def _settle(leases: tuple[Lease, ...]) -> None:
-    _joined.set(tuple(one for one in leases if not one.is_left and one.state is LeaseState.OPEN))
-    for lease in reversed(leases):
-        if lease.is_left:
-            lease.settle()
 
 
 def before_wait() -> None:

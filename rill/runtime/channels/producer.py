@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rill.errors import RillError, RunError, StuckError
+import msgspec
+
+from rill.errors import ConfigError, RillError, RunError, StuckError
 from rill.runtime.channels.lease import joined
 from rill.runtime.hub.client import ANSWER_S, Asked, as_error
 from rill.runtime.hub.messages import Commit, Ids, Item, Puts
@@ -46,7 +48,7 @@ class Producer:
 
     def describe(self, obj: Any, weight: float, key: Any, timeout_s: float | None) -> Item:
         """What the broker is told of an object, whose payload stays in this node's store unless it is small."""
-        encoded = encode(obj)
+        key, encoded = checked_key(self.name, key), encode(obj)
         num_bytes = encoded.num_bytes
         self.recorder.put(self.name, num_bytes, weight)
         if num_bytes > INLINE_BYTES:
@@ -74,7 +76,7 @@ class Producer:
             lease.add(self.name, item)
         return True
 
-    def commit(self, done: list[Ids], puts: list[Puts], timeout_s: float | None) -> None:
+    def commit(self, done: list[Ids], puts: list[Puts], timeout_s: float | None = None) -> None:
         """All of it or nothing; returns when it is on its way, or, where a channel is bounded, in."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if self._needs_room(puts):
@@ -85,7 +87,7 @@ class Producer:
                 self.forget(part.items)
             raise stuck(self._context, f"put to channel {_names(puts)}", limit_s)
 
-    async def commit_async(self, done: list[Ids], puts: list[Puts], timeout_s: float | None) -> None:
+    async def commit_async(self, done: list[Ids], puts: list[Puts], timeout_s: float | None = None) -> None:
         """As `commit`, on an event loop."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if self._needs_room(puts):
@@ -160,6 +162,22 @@ def came_while_lending(context: RuntimeContext, asked: Asked[Any], limit_s: floa
         return asked.came(limit_s)
     with lock.lending():
         return asked.came(limit_s)
+
+
+def checked_key(channel: str, key: Any) -> Any:
+    """`key` as a plain value that the wire has a form for, if it can be one."""
+    if key is None:
+        return None
+    if isinstance(key, tuple):
+        return tuple(checked_key(channel, part) for part in key)
+    for kind in (bool, int, float, str):  # bool before int, which it is too
+        if isinstance(key, kind):
+            with suppress(OverflowError, UnicodeEncodeError):  # a larger number; half of a surrogate pair
+                msgspec.msgpack.encode(plain := kind(key))
+                return plain
+    raise ConfigError(
+        f"{channel}: a key is text, a number of 64 bits or a tuple of them; got {type(key).__name__}: {key!r}"
+    )
 
 
 def _names(puts: Sequence[Puts]) -> str:

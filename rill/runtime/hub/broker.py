@@ -14,9 +14,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from rill.runtime.address import group_of, name_of
 from rill.runtime.hub.channel_state import ChannelState, Entry, ItemState, PutWait, TakeWait, as_key
-from rill.runtime.hub.messages import ChannelOptions, Commit, GiveBack, Grant, Ids, Take
-from rill.runtime.hub.service import ServiceError, group_of, name_of
+from rill.runtime.hub.messages import ChannelOptions, Commit, GiveBack, Grant, Ids, ServiceError, Take
 from rill.runtime.transfer.segments import Ref, owner_of
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Broker:
         producer = name_of(client)
         for channel, puts in zip(targets, commit.puts, strict=True):
             entries = [channel.new_entry(producer, item) for item in puts.items]
-            if channel.is_bounded and commit.wants_reply:
+            if channel.options.is_bounded and commit.wants_reply:
                 channel.puts.append(PutWait(client, seq, deque(entries), self._machine.now_s))
                 self._entering[client, seq] = self._entering.get((client, seq), 0) + 1
             else:
@@ -145,8 +145,8 @@ class Broker:
         name = name_of(client)
         seen_at = self._machine.membership.seen_at(name)
         channel.consumer_epoch[name] = channel.epoch_of(name, seen_at) if take.epoch is None else take.epoch
-        keys = None if take.keys is None else [as_key(key) for key in take.keys]
-        channel.takes.append(TakeWait(client, seq, take, keys, self._machine.now_s))
+        take.keys = take.keys and [as_key(key) for key in take.keys]
+        channel.takes.append(TakeWait(client, seq, take, self._machine.now_s))
         self._serve(channel)
 
     def on_cancel(self, client: str, seq: int, cancelled: int) -> None:
@@ -243,8 +243,8 @@ class Broker:
 
     def _grant(self, channel: ChannelState, wait: TakeWait) -> bool:
         """Items, or, where a loop's epoch is over, its end."""
-        if wait.keys is not None:
-            found = channel.by_keys(wait.keys)
+        if wait.take.keys is not None:
+            found = channel.by_keys(wait.take.keys)
             if found is None:
                 return False
         else:

@@ -14,15 +14,16 @@ ended and every item of it is done, so that a dead consumer's items still find s
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
 
+from rill.runtime.address import group_of
 from rill.runtime.hub.history import Flowed
 from rill.runtime.hub.messages import ChannelOptions, Item, Take
-from rill.runtime.hub.service import group_of
 
 MAX_NAMED = 100
 """Of the items that were set aside, so many are kept by name."""
@@ -46,6 +47,10 @@ class Entry:
     num_failures: int = 0
 
 
+Queue: TypeAlias = OrderedDict[int, Entry]
+"""Items by their ids, the next one first."""
+
+
 class PutWait(NamedTuple):
     """Items that wait for room. They are the channel's already: their producer may die."""
 
@@ -59,7 +64,6 @@ class TakeWait(NamedTuple):
     client: str
     seq: int
     take: Take
-    keys: list[Any] | None
     since_s: float
 
 
@@ -73,8 +77,9 @@ class ChannelState:
         self.is_closed = False
         self.items: dict[int, Entry] = {}
         self.next_id = 1
-        self.queues: dict[int, deque[int]] = {0: deque()}
-        self.by_key: dict[Any, deque[int]] = {}
+        self.queues: dict[int, Queue] = {}
+        """By epoch."""
+        self.by_key: dict[Any, Queue] = {}
         self.num_queued = 0
         self.queued_bytes = 0
         self.epoch = 0
@@ -105,10 +110,6 @@ class ChannelState:
         self.put_in_epoch.setdefault(epoch, set()).add(producer)
         return entry
 
-    @property
-    def is_bounded(self) -> bool:
-        return self.options.capacity_items is not None or self.options.capacity_bytes is not None
-
     def has_room_for(self, entry: Entry) -> bool:
         """An empty queue admits anything, so a capacity below one item's size cannot block for ever."""
         options = self.options
@@ -132,59 +133,40 @@ class ChannelState:
     def _enqueue(self, entry: Entry, *, at_front: bool = False) -> None:
         entry.state = ItemState.QUEUED
         entry.is_released = False
-        queue = self.queues.setdefault(entry.epoch, deque())
-        lines = [queue]
+        lines = [self.queues.setdefault(entry.epoch, OrderedDict())]
         if entry.item.key is not None:
-            lines.append(self.by_key.setdefault(entry.item.key, deque()))
+            lines.append(self.by_key.setdefault(entry.item.key, OrderedDict()))
         for line in lines:
+            line[entry.id] = entry
             if at_front:
-                line.appendleft(entry.id)
-            else:
-                line.append(entry.id)
-        if len(queue) > 4 * self.num_queued + 256:  # mostly entries of items taken by key
-            self.queues[entry.epoch] = deque(i for i in dict.fromkeys(queue) if self._is_queued(i))
+                line.move_to_end(entry.id, last=False)
         self.num_queued += 1
         self.queued_bytes += entry.item.num_bytes
 
-    def _is_queued(self, item_id: int) -> bool:
-        entry = self.items.get(item_id)
-        return entry is not None and entry.state is ItemState.QUEUED
-
     def lease(self, entry: Entry) -> None:
-        """Hand a queued item out. Its place in the queue goes stale and is skipped later."""
+        """Hand a queued item out."""
         entry.state = ItemState.LEASED
         self.num_queued -= 1
         self.queued_bytes -= entry.item.num_bytes
+        del self.queues[entry.epoch][entry.id]
         if entry.item.key is not None:
-            ids = self.by_key[entry.item.key]
-            ids.remove(entry.id)
-            if not ids:
+            of_key = self.by_key[entry.item.key]
+            del of_key[entry.id]
+            if not of_key:
                 del self.by_key[entry.item.key]
 
     def front(self, last_epoch: int, max_items: int) -> list[Entry]:
-        """The first queued items of epochs up to `last_epoch`. They leave the queue: whoever asks leases them."""
-        found: dict[int, Entry] = {}
-        items = self.items
+        """The first queued items of epochs up to `last_epoch`."""
+        found: list[Entry] = []
         for epoch in sorted(e for e in self.queues if e <= last_epoch):
-            queue = self.queues[epoch]
-            while queue and len(found) < max_items:
-                item_id = queue.popleft()
-                entry = items.get(item_id)
-                if entry is not None and entry.state is ItemState.QUEUED:
-                    found[item_id] = entry  # one that went back may be in the queue twice
-        return list(found.values())
+            found += islice(self.queues[epoch].values(), max_items - len(found))
+        return found
 
     def by_keys(self, keys: Sequence[Any]) -> list[Entry] | None:
         """One item of each key; None while one is missing."""
-        used: dict[Any, int] = {}
-        found = []
-        for key in keys:
-            ids, n = self.by_key.get(key, ()), used.get(key, 0)
-            if n >= len(ids):
-                return None
-            found.append(self.items[ids[n]])
-            used[key] = n + 1
-        return found
+        ways = {key: iter(self.by_key.get(key, {}).values()) for key in keys}
+        found = [next(ways[key], None) for key in keys]
+        return None if None in found else found  # type: ignore[return-value]
 
     def requeue(self, entries: list[Entry]) -> None:
         for entry in sorted(entries, key=lambda e: e.id, reverse=True):

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
 
+from rill.runtime.address import group_of, name_of
 from rill.runtime.hub.channel_state import ChannelState
 from rill.runtime.hub.messages import Acquire, Evict, Evicted
-from rill.runtime.hub.service import group_of, name_of
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine

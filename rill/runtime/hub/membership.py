@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.address import STORE_GROUP
-from rill.runtime.hub.messages import Roster
-from rill.runtime.hub.service import ServiceError, group_of, name_of
+from rill.runtime.address import STORE_GROUP, group_of, name_of
+from rill.runtime.hub.messages import Roster, ServiceError
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine

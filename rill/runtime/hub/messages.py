@@ -28,6 +28,15 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
     """A record that is an array on the wire."""
 
 
+class ServiceError(Exception):
+    """A refusal that goes back to the client as the RillError named `kind`."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
 # --- the line ---------------------------------------------------------------------------------------------
 
 Request = tuple[str, msgspec.Raw]
@@ -85,6 +94,10 @@ class ChannelOptions(_Message):
     capacity_items: int | None = None
     capacity_bytes: int | None = None
     max_failures: int = 3
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.capacity_items is not None or self.capacity_bytes is not None
 
 
 class Item(_Message):

@@ -5,14 +5,18 @@
 
 `Hub` (server.py) feeds it journaled events and sends what it puts into the outboxes. It never reads a clock, a socket
 or a file, so replaying the same events rebuilds the same state. A snapshot is a pickle of the machine.
+
+A service is a class whose methods `on_x(client, seq, payload)` handle the requests "service.x"; the payload is decoded
+to the type that the handler declares. What the handler returns is the reply; None: it comes later, through
+`machine.reply(client, seq, body)`, or never. A client is an identity such as "rollout[3]#0": group, rank and launch.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -20,8 +24,9 @@ from rill.runtime.hub.broker import Broker
 from rill.runtime.hub.history import History
 from rill.runtime.hub.locks import LockService
 from rill.runtime.hub.membership import Membership
-from rill.runtime.hub.messages import OutKind
-from rill.runtime.hub.service import Handler, ServiceError, handlers_of
+from rill.runtime.hub.messages import OutKind, ServiceError
+
+Handler = tuple[msgspec.msgpack.Decoder[Any], Callable[[str, int, Any], Any]]
 
 
 @dataclass(slots=True)
@@ -60,12 +65,13 @@ class Machine:
         """(a dead process, its segments that are still needed): the hub deletes the others (segments.py)."""
         self.has_moved_items = False
         """Whether the event being applied changed a channel; the locks look at it at its end."""
-        self._handlers: dict[str, Handler] = {
-            **dict(handlers_of("registry", self.membership)),
-            **dict(handlers_of("broker", self.broker)),
-            **dict(handlers_of("locks", self.locks)),
-            **dict(handlers_of("history", self.history)),
+        services = {
+            "registry": self.membership,
+            "broker": self.broker,
+            "locks": self.locks,
+            "history": self.history,
         }
+        self._handlers = dict(one for name, service in services.items() for one in _handlers(name, service))
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -158,3 +164,12 @@ class Machine:
         stream.outbox.append((stream.next_out, kind, ref, body))
         stream.next_out += 1
         self.touched.add(client)
+
+
+def _handlers(prefix: str, service: object) -> Iterator[tuple[str, Handler]]:
+    """By the names of the requests."""
+    for name in dir(service):
+        if name.startswith("on_"):
+            method = getattr(service, name)
+            *_, payload, _ = get_type_hints(method).values()  # self has none; the last is what it returns
+            yield f"{prefix}.{name[3:]}", (msgspec.msgpack.Decoder(payload), method)

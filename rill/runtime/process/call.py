@@ -20,7 +20,7 @@ import msgspec
 
 from rill.errors import WorkerError
 from rill.runtime.address import WorkerAddress
-from rill.runtime.handle import Handle, Reply
+from rill.runtime.handle import Handle, Outcome
 from rill.runtime.process.mailbox import Frames, Mailbox
 from rill.runtime.transfer import wire
 from rill.runtime.transfer.parcel import pack_inline
@@ -171,7 +171,7 @@ class Calls:
         read = functools.partial(self._unpack, frames[1:], sender)
         if answer.is_error:
             read = functools.partial(self._read_error, frames[1:], sender, handle.targets[answer.index])
-        handle.fill(answer.index, Reply(answer.is_error, answer.seconds, answer.timers, read))
+        handle.fill(answer.index, Outcome(answer.is_error, answer.seconds, answer.timers, read))
         self._drop_if_done(answer.call_id, handle)
 
     def _read_error(self, payload: Frames, sender: str, target: WorkerAddress) -> WorkerError:

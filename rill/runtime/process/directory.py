@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rill.errors import StuckError, UserError
-from rill.runtime.address import DRIVER_GROUP, WorkerAddress
+from rill.runtime.address import DRIVER_GROUP, WorkerAddress, name_of
 from rill.runtime.hub.messages import Roster
-from rill.runtime.hub.service import name_of
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import RillError, StuckError
+from rill.runtime.address import name_of
 from rill.runtime.handle import Handle
-from rill.runtime.hub.service import name_of
 from rill.runtime.process.call import NO_ARGUMENTS, Call
 from rill.runtime.process.waits import dump
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from rill.errors import PeerDiedError, StuckError, UserError
+from rill.runtime.address import name_of
 from rill.runtime.handle import Handle
-from rill.runtime.hub.service import name_of
 from rill.runtime.process.call import Call
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.waits import left_s, waiting

@@ -16,8 +16,8 @@ import secrets
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -25,6 +25,7 @@ import zmq
 
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
 from rill.runtime.process.session_key import SessionKey
+from rill.runtime.process.waits import left_s
 from rill.runtime.transfer.memory_copy import digest
 
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -120,23 +121,80 @@ class ByteClient:
     """Fetches from one server, wherever it is at the moment. Thread-safe: each thread has a connection of its own."""
 
     def __init__(self, key: SessionKey, find: Callable[[float], str], what: str, *, timeout_s: float) -> None:
-        """`find(timeout_s)` gives the server's endpoint; `what` names the server; `timeout_s`: without any progress."""
+        """`find(timeout_s)` gives the server's endpoint; `what` names the server; `timeout_s`: for a chunk."""
         self._key = key
         self._find = find
         self._what = what
         self._timeout_s = timeout_s
         self._encoder = msgspec.msgpack.Encoder()
         self._local = threading.local()
+        self._ahead = ThreadPoolExecutor(_AHEAD, "rill-fetch")
 
     def fetch(
         self, name: str, offset: int = 0, num_bytes: int | None = None, signed_bytes: int | None = None
     ) -> bytearray:
-        """`num_bytes` from `offset` (None: all there are), of which the first `signed_bytes` (None: all) are signed."""
+        """`num_bytes` from `offset` (None: all there are), of which the first `signed_bytes` (None: all) are signed.
+        Several chunks at a time, once the size is known."""
+
+        def ask(start: int, wanted: int) -> tuple[memoryview, int]:
+            signed = wanted if signed_bytes is None else max(0, min(signed_bytes - start, wanted))
+            return self._chunk(Request(name, offset + start, wanted, signed, secrets.token_bytes(16)))
+
+        def fill(start: int) -> None:
+            chunk, _ = ask(start, min(CHUNK_BYTES, len(data) - start))
+            data[start : start + len(chunk)] = chunk
+
+        first = memoryview(b"")
+        if num_bytes is None:
+            first, size = ask(0, CHUNK_BYTES)
+            num_bytes = size - offset
+        data = bytearray(num_bytes)
+        data[: len(first)] = first
+        starts = range(len(first), num_bytes, CHUNK_BYTES)
+        each = self._ahead.map if len(starts) > 1 else map
+        for _ in each(fill, starts):
+            pass
+        return data
+
+    def _chunk(self, request: Request) -> tuple[memoryview, int]:
+        """The bytes, and the size of the whole. Asked again where the server has moved, or is silent for long."""
+        raw = self._encoder.encode(request)
+        deadline_s = time.monotonic() + self._timeout_s
+        patience_s = _PATIENCE_S
         try:
-            return _Fetch(self, name, offset, num_bytes, signed_bytes).run()
+            while (left := left_s(deadline_s)) > 0:
+                socket, endpoint = self._connection(left)
+                socket.send_multipart([raw, self._key.mac(raw)])
+                again_s = min(deadline_s, time.monotonic() + patience_s)
+                while (left := left_s(again_s)) > 0:
+                    if socket.poll(1 + int(1000 * min(left, _POLL_S))):
+                        return self._opened(request, raw, socket.recv_multipart(copy=False))
+                    with contextlib.suppress(StuckError):
+                        if self._find(_POLL_S) != endpoint:
+                            break
+                else:
+                    patience_s *= 2
+                self._disconnect()
         except BaseException:
-            self.close()  # answers may still come on this connection, and must not meet the next request
+            self._disconnect()  # an answer may still come on this connection, and must not meet the next request
             raise
+        raise StuckError(
+            f"{self._what} sent no part of {request.name} within {self._timeout_s:g} s: is it gone, or is the network "
+            "between the nodes cut?"
+        )
+
+    def _opened(self, request: Request, raw: bytes, frames: list[Any]) -> tuple[memoryview, int]:
+        status, code, packed, chunk = frames if len(frames) == 4 else 4 * [zmq.Frame()]
+        is_found = status.bytes == _FOUND
+        signed = digest(chunk.buffer[: request.signed_bytes] if is_found else chunk.buffer)
+        if not self._key.is_mac(code.bytes, raw, status.bytes, packed.bytes, signed):
+            raise RunError(
+                f"what came for {request.name} was not sent by {self._what} as it is: something on the network "
+                "between the nodes changed it or answered in its place"
+            )
+        if not is_found:
+            raise PeerDiedError(f"{self._what}: {chunk.bytes.decode()}")
+        return chunk.buffer, _SIZE.unpack(packed.bytes)[0]
 
     def _connection(self, timeout_s: float) -> tuple[zmq.Socket[bytes], str]:
         known: tuple[zmq.Socket[bytes], str] | None = self._local.__dict__.get("connection")
@@ -148,94 +206,12 @@ class ByteClient:
             known = self._local.connection = (socket, endpoint)
         return known
 
-    def close(self) -> None:
-        """The calling thread's connection; those of other threads go with them."""
+    def _disconnect(self) -> None:
         known = self._local.__dict__.pop("connection", None)
         if known is not None:
             known[0].close()
 
-
-class _Fetch:
-    def __init__(
-        self, client: ByteClient, name: str, offset: int, num_bytes: int | None, signed_bytes: int | None
-    ) -> None:
-        self._client = client
-        self._name = name
-        self._offset = offset
-        self._total = num_bytes
-        self._signed_bytes = signed_bytes
-        self._data = bytearray(num_bytes or 0)
-        self._done = 0
-        self._next = 0
-        self._asked: deque[bytes] = deque()
-        self._heard_s = time.monotonic()
-        self._patience_s = _PATIENCE_S
-        self._asked_s = self._heard_s
-
-    def run(self) -> bytearray:
-        while self._total is None or self._done < self._total:
-            socket, _ = self._client._connection(self._client._timeout_s)
-            self._ask(socket)
-            if socket.poll(int(1000 * _POLL_S)):
-                self._take(socket.recv_multipart(copy=False))
-            else:
-                self._be_patient()
-        return self._data
-
-    def _ask(self, socket: zmq.Socket[bytes]) -> None:
-        """Until the size is known one chunk at a time."""
-        while len(self._asked) < (_AHEAD if self._total is not None else 1):
-            num_bytes = CHUNK_BYTES if self._total is None else min(CHUNK_BYTES, self._total - self._next)
-            if num_bytes == 0:
-                return
-            signed = num_bytes
-            if self._signed_bytes is not None:
-                signed = max(0, min(self._signed_bytes - self._next, num_bytes))
-            place, nonce = self._offset + self._next, secrets.token_bytes(16)
-            raw = self._client._encoder.encode(Request(self._name, place, num_bytes, signed, nonce))
-            socket.send_multipart([raw, self._client._key.mac(raw)])
-            self._asked.append(raw)
-            self._next += num_bytes
-            self._asked_s = time.monotonic()
-
-    def _take(self, frames: list[Any]) -> None:
-        status, code, packed, chunk = frames if len(frames) == 4 else 4 * [zmq.Frame()]
-        raw = self._asked.popleft()
-        signed_bytes = len(chunk.buffer)
-        if status.bytes == _FOUND and self._signed_bytes is not None:
-            signed_bytes = max(0, self._signed_bytes - self._done)
-        signed = digest(chunk.buffer[:signed_bytes])
-        if not self._client._key.is_mac(code.bytes, raw, status.bytes, packed.bytes, signed):
-            raise RunError(
-                f"what came for {self._name} was not sent by {self._client._what} as it is: something on the network "
-                "between the nodes changed it or answered in its place"
-            )
-        if status.bytes != _FOUND:
-            raise PeerDiedError(f"{self._client._what}: {chunk.bytes.decode()}")
-        if self._total is None:
-            (size,) = _SIZE.unpack(packed.bytes)
-            self._total = size - self._offset
-            self._data = bytearray(self._total)
-            self._next = len(chunk.buffer)
-        self._data[self._done : self._done + len(chunk.buffer)] = chunk.buffer
-        self._done += len(chunk.buffer)
-        self._heard_s = time.monotonic()
-        self._patience_s = _PATIENCE_S
-
-    def _be_patient(self) -> None:
-        """Nothing came for a moment: has the server moved, was something lost, is it time to give up?"""
-        now_s, client = time.monotonic(), self._client
-        if now_s - self._heard_s > client._timeout_s:
-            raise StuckError(
-                f"{client._what} sent no part of {self._name} within {client._timeout_s:g} s: is it gone, "
-                "or is the network between the nodes cut?"
-            )
-        _, endpoint = client._connection(client._timeout_s)
-        is_moved = False
-        with contextlib.suppress(StuckError):
-            is_moved = client._find(_POLL_S) != endpoint
-        if is_moved or now_s - self._asked_s > self._patience_s:
-            self._patience_s *= 1 if is_moved else 2
-            client.close()
-            self._asked.clear()
-            self._next = self._done
+    def close(self) -> None:
+        """Connections of other threads go with them."""
+        self._disconnect()
+        self._ahead.shutdown(wait=False)
