@@ -61,11 +61,9 @@ class RuntimeContext:
         self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
         self.directory = Directory(self)
         self.parcels = Parcels(self)
-        self.calls = Calls(self.mailbox, self.address, self.parcels.unpack, self.directory.dead)
+        self.calls = Calls(self)
         """The remote calls that this process waits for."""
         self.transfer = PointToPoint(self)
-        self.directory.on_death(self.calls.peer_died)
-        self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
         answer_dumps(self)
         self.hub.start()
 

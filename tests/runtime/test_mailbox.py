@@ -10,16 +10,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from rill.errors import PeerDiedError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle
-from rill.runtime.process.ack import Incoming, Letter, Outgoing
 from rill.runtime.process.call import CALL, Call, Calls
 from rill.runtime.process.mailbox import Mailbox
+from rill.runtime.process.peer import Letter, Peer
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer import wire
 from rill.runtime.transfer.parcel import pack_inline
@@ -144,7 +146,15 @@ def test_a_sender_keeps_nothing_that_was_confirmed(boxes: tuple[Mailbox, Mailbox
     for _ in range(100):
         here.post(there.endpoint, [b"n"])
     peer = here._peers[there.endpoint]
-    assert becomes_true(lambda: not peer.outgoing.unconfirmed)
+    assert becomes_true(lambda: not peer.unconfirmed)
+
+
+def calls_of(mailbox: Mailbox, address: WorkerAddress, dead: dict[str, str]) -> Calls:
+    """With as much of a process's surroundings as they need."""
+    parcels = SimpleNamespace(unpack=lambda frames, _: wire.decode(frames[1], frames[2:]))
+    directory = SimpleNamespace(dead=dead, on_death=lambda _: None)
+    context = SimpleNamespace(mailbox=mailbox, address=address, parcels=parcels, directory=directory)
+    return Calls(context)  # type: ignore[arg-type]
 
 
 def test_calls_and_answers_survive_cut_connections_and_run_once(boxes: tuple[Mailbox, Mailbox]) -> None:
@@ -153,7 +163,7 @@ def test_calls_and_answers_survive_cut_connections_and_run_once(boxes: tuple[Mai
     here.tcp_endpoint = back.endpoint  # where answers go
     driver = WorkerAddress("driver", 0, "n0", 1, here.endpoint, back.endpoint)
     worker = WorkerAddress("w", 0, "n1", 1, there.endpoint, out.endpoint)
-    calls = Calls(here, driver, lambda frames, _: wire.decode(frames[1], frames[2:]), {})
+    calls = calls_of(here, driver, {})
     ran: list[int] = []
 
     class There:
@@ -198,7 +208,7 @@ def test_a_call_to_the_dead_fails_and_so_does_one_that_waits_for_them(boxes: tup
     for box in boxes:
         box.start()
     dead: dict[str, str] = {}
-    calls = Calls(here, WorkerAddress("driver", 0, "n0", 1, here.endpoint), lambda *_: None, dead)
+    calls = calls_of(here, WorkerAddress("driver", 0, "n0", 1, here.endpoint), dead)
     targets = [WorkerAddress("w", n, "n0", 1, there.endpoint) for n in range(2)]
     there.on(CALL, lambda *_: None)
     waiting = Handle("w.m", targets)
@@ -214,10 +224,10 @@ def test_a_call_to_the_dead_fails_and_so_does_one_that_waits_for_them(boxes: tup
 
 
 def test_another_process_at_the_same_address_is_another_stream() -> None:
-    first, second, incoming = Outgoing(), Outgoing(), Incoming()
-    for outgoing in (first, second):
-        for n in range(1, 4):
-            seq = outgoing.number([b"x"])
-            assert seq == n
-            assert incoming.is_next(Letter(outgoing.token, bytes(8), 0, seq, "", []))
-            assert not incoming.is_next(Letter(outgoing.token, bytes(8), 0, seq, "", [])), "twice"
+    peer = Peer(zmq.Context.instance(), "ipc:///nowhere", "", None)
+    for token in (b"the first", b"another"):
+        for seq in range(1, 4):
+            letter = Letter(token, bytes(8), 0, seq, "", [], 0)
+            assert peer.is_next(letter)
+            assert not peer.is_next(letter), "twice"
+    peer.close(linger_ms=0)

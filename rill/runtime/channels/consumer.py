@@ -16,7 +16,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +91,8 @@ class Consumer:
         try:
             yield asked
         except BaseException:
-            if asked.cancel():
+            if asked.withdraw():
                 self._hub.submit("broker.cancel", asked.seq)
-            elif asked.exception() is None:
-                self._return_grant(asked.result())
             raise
 
     def _next_ahead(self, take: Take, *, on_loop: bool = False) -> list[Item] | None:
@@ -150,11 +148,11 @@ class Consumer:
 
     def _return_grant(self, grant: Grant) -> None:
         if grant.items:
-            self._hub.submit("broker.give_back", GiveBack(self.name, [item.id for item in grant.items]))
+            self.give_back([item.id for item in grant.items])
         elif grant.is_end:
             self._hub.submit("broker.unend", self.name)
 
-    def give_back(self, ids: list[int], puts: list[Puts], error: str) -> None:
+    def give_back(self, ids: list[int], puts: Sequence[Puts] = (), error: str = "") -> None:
         """These items are somebody else's; what was put for them is not put."""
         for part in puts:
             self.producer.forget(part.items)
@@ -175,10 +173,9 @@ class Consumer:
     def return_ahead(self) -> None:
         """A loop was left: what it had read ahead goes back."""
         with self._lock:
-            ids = [item.id for item in self._ahead]
-            self._ahead.clear()
-            if ids:
-                self._hub.submit("broker.give_back", GiveBack(self.name, ids))
+            if self._ahead:
+                self.give_back([item.id for item in self._ahead])
+                self._ahead.clear()
 
     def close(self) -> None:
         self.return_ahead()

@@ -173,10 +173,8 @@ class DeviceLock:
                     raise stuck(self._context, what, timeout_s)
             self._turn = asked.result()
         except BaseException:  # an interrupt, too, must not leave a turn that nobody knows of
-            if asked.cancel():
+            if asked.withdraw():
                 self._hub.submit("locks.cancel", None)
-            elif asked.exception() is None:
-                self._release(asked.result())
             raise
         finally:
             self._is_asking = False
@@ -185,19 +183,15 @@ class DeviceLock:
         for device in self._device_ids:
             self._spans.enter_context(trace.span(name, lane=f"device {device}"))
         try:
-            self._onload()
+            with self._gate:
+                if not self._is_loaded:
+                    with trace.span("onload", lane=name):
+                        self._worker.onload()
+                    self._is_loaded = True
+                    self._context.recorder.loaded(time.monotonic() - self._entered_s)
         except BaseException:  # user code failed: the devices are for others, and the caller learns of it
             self._give_turn_back()
             raise
-
-    def _onload(self) -> None:
-        with self._gate:
-            if not self._is_loaded:
-                started_s = time.monotonic()
-                with trace.span("onload", lane=self._context.address.name):
-                    self._worker.onload()
-                self._is_loaded = True
-                self._context.recorder.loaded(time.monotonic() - started_s)
 
     def _give_turn_back(self) -> None:
         turn, self._turn = self._turn, 0

@@ -287,17 +287,13 @@ class Broker:
         return channel.epoch
 
     def _end_epochs(self, channel: ChannelState) -> None:
-        while self._have_all_ended(channel):
-            channel.end_epoch(self._machine.num_events)
-
-    def _have_all_ended(self, channel: ChannelState) -> bool:
-        ended = channel.ended_by.get(channel.epoch, set())
-        if not ended:
-            return False
-        names = ended | channel.put_in_epoch.get(channel.epoch, set())
-        groups = {group_of(name) for name in names if name != channel.creator}
         ranks = self._machine.membership.ranks
-        return all(f"{group}[{rank}]" in ended for group in groups for rank in ranks(group))
+        while ended := channel.ended_by.get(channel.epoch):
+            names = ended | channel.put_in_epoch.get(channel.epoch, set())
+            groups = {group_of(name) for name in names if name != channel.creator}
+            if not all(f"{group}[{rank}]" in ended for group in groups for rank in ranks(group)):
+                return
+            channel.end_epoch(self._machine.num_events)
 
     def members_changed(self) -> None:
         """A group has other ranks now: an epoch may have ended with those that left."""

@@ -26,7 +26,7 @@ import zmq
 
 from rill import errors
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
-from rill.runtime.hub.messages import Commit, FromHub, Gap, Ids, OutKind, Output, Puts, Requests
+from rill.runtime.hub.messages import Commit, FromHub, Ids, OutKind, Output, Puts, Requests
 from rill.runtime.process.session_key import SessionKey
 
 T = TypeVar("T")
@@ -96,6 +96,14 @@ class Asked(Future[T], Generic[T]):
     def failed(self, error: RillError) -> None:
         if not self.done():
             self.set_exception(error)
+
+    def withdraw(self) -> bool:
+        """Whatever ended the wait, an interrupt too: an answer that came meanwhile is late. Whether none has come."""
+        if self.cancel():
+            return True
+        if self.exception() is None and self._on_late is not None:
+            self._on_late(self.result())
+        return False
 
     def came(self, timeout_s: float) -> bool:
         """Whether the answer, or its failure, is there within the time."""
@@ -338,10 +346,8 @@ class HubClient:
                 return
             if isinstance(message, Output):
                 self._take_output(message)
-            elif isinstance(message, Gap):
-                self._resend(message.expected, socket)
             else:
-                self._fail_all("the hub takes this process for dead: it was silent too long, or replaced")
+                self._resend(message.expected, socket)
 
     def _take_output(self, output: Output) -> None:
         self._confirm(output.expected)
@@ -377,7 +383,7 @@ class HubClient:
     def _resend(self, expected: int, socket: zmq.Socket[bytes]) -> None:
         """The hub lacks something that was sent before what it got: it died with it. Go back to there."""
         if expected < self._first_sent:
-            self._fail_all("the hub has forgotten this session: its journal is gone")
+            self._fail_all("the hub takes this process for dead, or its journal is gone")
             return
         now_s = time.monotonic()
         if expected == self._resent[0] and now_s < self._resent[1] + 0.05:

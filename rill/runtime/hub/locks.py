@@ -72,6 +72,7 @@ class Turn:
 class LockService:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
+        self._channels = machine.broker.channels
         self._turns: list[Turn] = []
         self._next_turn = 1
         self._resident: dict[str, frozenset[int]] = {}
@@ -307,10 +308,6 @@ class LockService:
         seen_at, asking = self._machine.membership.seen_at, map(name_of, turn.asked)
         return any(channel.epoch_of(name, seen_at(name)) < channel.epoch for name in asking)
 
-    @property
-    def _channels(self) -> dict[str, ChannelState]:
-        return self._machine.broker.channels
-
     def _is_wanted(self, turn: Turn) -> bool:
         """Whether another group waits for devices of this turn."""
         others = [t for t in self._turns if t.state == TurnState.WAITING and t.group != turn.group]
@@ -358,15 +355,13 @@ class LockService:
         return sorted(c for c in others if not self._is_at_home(group_of(c), turn.group))
 
     def on_turns(self, client: str, seq: int, payload: None) -> Any:
+        """For a stuck-run report."""
         return [self._row(turn) for turn in self._turns]
 
     def _row(self, turn: Turn) -> dict[str, Any]:
         return {
-            "turn": turn.id,
             "group": turn.group,
-            "state": turn.state,
             "devices": sorted(turn.devices),
-            "channels": list(turn.channels),
             "inside": sorted(name_of(client) for client in turn.inside),
             "waiting": {client: since_s for client, (_, since_s, _) in turn.asked.items()},
             "behind": [t.group for t in self._holders(turn)] if turn.state == TurnState.WAITING else [],

@@ -1,7 +1,7 @@
 """What goes over the line between a process and the hub: one typed record each, on the wire an array (msgspec).
 
     process ──▶ Requests (numbered, journaled)
-    process ◀── Output (numbered replies and pushes) · Gap (send again from here) · Expelled
+    process ◀── Output (numbered replies and pushes) · Gap (send again from here)
 
 Below these, what requests say of groups, channels and devices. What else the registry hears are plain values
 (membership.py).
@@ -61,13 +61,10 @@ class Output(_Message, tag="o"):
 
 class Gap(_Message, tag="g"):
     expected: int
+    """0: the hub takes this process for dead."""
 
 
-class Expelled(_Message, tag="x"):
-    """The hub takes this process for dead."""
-
-
-FromHub = Output | Gap | Expelled
+FromHub = Output | Gap
 
 
 # --- groups -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import zmq
 
 from rill.runtime.address import Site
 from rill.runtime.hub.journal import HubJournal
-from rill.runtime.hub.messages import Expelled, FromHub, Gap, Output, Requests
+from rill.runtime.hub.messages import FromHub, Gap, Output, Requests
 from rill.runtime.transfer.segments import unlink
 
 _MAX_MESSAGES_PER_ROUND = 256
@@ -83,7 +83,7 @@ class Hub:
             self._journal.append(client, raw, now_s)
             machine.apply(client, first_seq, requests, now_s)
         if client in machine.ended:
-            self._send(client, Expelled())
+            self._send(client, Gap(0))
         elif first_seq > machine.expected(client):
             # Messages keep their order: the rest was lost with an earlier hub.
             self._send(client, Gap(machine.expected(client)))

@@ -13,7 +13,7 @@ import functools
 import itertools
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +21,7 @@ import msgspec
 from rill.errors import WorkerError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle, Outcome
-from rill.runtime.process.mailbox import Frames, Mailbox
+from rill.runtime.process.mailbox import Frames
 from rill.runtime.transfer import wire
 from rill.runtime.transfer.parcel import pack_inline
 
@@ -103,23 +103,17 @@ _decode_answer = msgspec.msgpack.Decoder(_Answer).decode
 class Calls:
     """The calls that this process waits for. Thread-safe."""
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        caller: WorkerAddress,
-        unpack: Callable[[Frames, str], Any],
-        dead: Mapping[str, str],
-    ) -> None:
-        """`unpack`: how results are read. `dead`: identity -> why; of each, `peer_died` is told too."""
-        self._mailbox = mailbox
-        self._node_id, self._identity = caller.node_id, caller.identity
-        self._unpack = unpack
+    def __init__(self, context: RuntimeContext) -> None:
+        self._mailbox = context.mailbox
+        self._node_id, self._identity = context.address.node_id, context.address.identity
+        self._parcels = context.parcels
+        self._dead = context.directory.dead
         self._ids = itertools.count(1)
         self._pending: dict[int, Handle] = {}
-        self._dead = dead
         self._is_closed = False
         self._lock = threading.Lock()
-        mailbox.on(REPLY, self._on_reply)
+        context.mailbox.on(REPLY, self._on_reply)
+        context.directory.on_death(self.peer_died)
 
     def call(
         self, handle: Handle, method: str, payload: Frames, *, concurrent: bool = False, kind: bytes = CALL
@@ -168,14 +162,14 @@ class Calls:
         handle = self._pending.get(answer.call_id)
         if handle is None:
             return  # the peer was declared dead meanwhile
-        read = functools.partial(self._unpack, frames[1:], sender)
+        read = functools.partial(self._parcels.unpack, frames[1:], sender)
         if answer.is_error:
             read = functools.partial(self._read_error, frames[1:], sender, handle.targets[answer.index])
         handle.fill(answer.index, Outcome(answer.is_error, answer.seconds, answer.timers, read))
         self._drop_if_done(answer.call_id, handle)
 
     def _read_error(self, payload: Frames, sender: str, target: WorkerAddress) -> WorkerError:
-        message, remote_traceback, cause = self._unpack(payload, sender)
+        message, remote_traceback, cause = self._parcels.unpack(payload, sender)
         error = WorkerError(message, group=target.group, rank=target.rank, remote_traceback=remote_traceback)
         error.__cause__ = cause
         return error

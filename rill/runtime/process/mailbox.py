@@ -2,7 +2,7 @@
 
     any thread ──post()──▶ PUSH (one per peer, under its lock) ──ipc | tcp──▶ PULL ──▶ inbox thread ──▶ handlers
 
-Messages from one process to another arrive once and in order, also when the connection between them breaks (ack.py).
+Messages from one process to another arrive once and in order, also when the connection between them breaks (peer.py).
 The first frame names the handler; handlers run on the inbox thread and must not block. Between nodes messages are
 encrypted and only holders of the session's key get in.
 """
@@ -19,22 +19,15 @@ from typing import Any, TypeAlias
 import msgspec
 import zmq
 
-from rill.runtime.process.ack import Incoming, Letter, Outgoing
+from rill.runtime.process.peer import CLOSE_LINGER_MS, PROBE, WORD, Letter, Peer
 from rill.runtime.process.session_key import SessionKey
 
 Frames: TypeAlias = list[Any]
 Handler: TypeAlias = Callable[[str, Frames], None]
 
-CLOSE_LINGER_MS = 500
-HEARTBEAT_MS = 10_000
-"""ZeroMQ's own, on TCP, from its own threads: a connection that leads nowhere is closed and made anew."""
-
-_PROBE, _ACK = b"probe", b"ack"
-"""Kinds of messages that are not counted; each names the number that was asked for."""
 _TICK_MS = 500
 
 _log = logging.getLogger(__name__)
-_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Letter).decode
 
 
@@ -53,8 +46,8 @@ class Mailbox:
             key.guard(self._inbox)
             self.tcp_endpoint = f"tcp://{host}:{self._inbox.bind_to_random_port(f'tcp://{host}')}"
         self._handlers: dict[bytes, Handler] = {}
-        self._peers: dict[str, _Peer] = {}
-        self._by_token: dict[bytes, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
+        self._by_token: dict[bytes, Peer] = {}
         self._peers_lock = threading.Lock()
         self._gone: set[str] = set()
         self._closed = False
@@ -81,7 +74,7 @@ class Mailbox:
         with self._peers_lock:
             peer = self._peers.pop(endpoint, None)
             if peer is not None:
-                self._by_token.pop(peer.outgoing.token, None)
+                self._by_token.pop(peer.token, None)
             if endpoint.startswith("ipc:"):  # a path is used once in a session; a TCP port may come back
                 self._gone.add(endpoint)
         if peer is not None:
@@ -105,17 +98,15 @@ class Mailbox:
             peer.close(linger_ms=CLOSE_LINGER_MS)
         self.context.term()
 
-    def _peer(self, endpoint: str) -> _Peer | None:
+    def _peer(self, endpoint: str) -> Peer | None:
         """None: it is gone, it has no address here, or this mailbox is closed."""
         with self._peers_lock:
             if self._closed or not endpoint or endpoint in self._gone:
                 return None
             if endpoint not in self._peers:
-                is_near = endpoint.startswith("ipc:")
-                key = None if is_near else self._key
-                reply_to = self.endpoint if is_near else self.tcp_endpoint
-                peer = self._peers[endpoint] = _Peer(self.context, endpoint, reply_to, key)
-                self._by_token[peer.outgoing.token] = peer
+                reply_to = self.endpoint if endpoint.startswith("ipc:") else self.tcp_endpoint
+                peer = self._peers[endpoint] = Peer(self.context, endpoint, reply_to, self._key)
+                self._by_token[peer.token] = peer
             return self._peers[endpoint]
 
     # --- the inbox thread ---------------------------------------------------------------------------------
@@ -133,7 +124,10 @@ class Mailbox:
             now_s = time.monotonic()
             if now_s >= next_probe_s:
                 next_probe_s = now_s + _TICK_MS / 1000
-                self._probe(now_s)
+                with self._peers_lock:
+                    peers = list(self._peers.values())
+                for peer in peers:
+                    peer.probe(now_s)
 
     def _take(self, data: bytes) -> None:
         try:
@@ -144,28 +138,17 @@ class Mailbox:
             return
         confirmed = self._by_token.get(letter.ack_token)
         if confirmed is not None:
-            confirmed.confirm(letter.ack)
-        kind, asked = letter.frames if letter.seq == 0 else (b"", b"")
-        if kind == _ACK:
-            if confirmed is not None and letter.ack < int.from_bytes(asked, "little"):
-                confirmed.send_again()
+            confirmed.confirm(letter)
+        if letter.seq == WORD:
             return
         peer = self._peers.get(letter.reply_to) or self._peer(letter.reply_to)
         if peer is None:
             return  # gone: what it still says is of no use to anybody
-        if peer.incoming.is_next(letter):
+        if peer.is_next(letter):
             self._dispatch(letter.reply_to, letter.frames)
-            if peer.incoming.must_tell():
-                peer.tell(_ACK, b"")
-        elif kind == _PROBE:
-            peer.tell(_ACK, asked)
-
-    def _probe(self, now_s: float) -> None:
-        with self._peers_lock:
-            peers = list(self._peers.values())
-        for peer in peers:
-            if peer.outgoing.must_probe(now_s):
-                peer.tell(_PROBE, peer.outgoing.num_sent.to_bytes(8, "little"))
+            peer.tell()
+        elif letter.seq == PROBE:
+            peer.tell(letter.asked)
 
     def _dispatch(self, sender: str, frames: Frames) -> None:
         handler = self._handlers.get(frames[0])
@@ -176,60 +159,6 @@ class Mailbox:
             handler(sender, frames[1:])
         except Exception:  # noqa: BLE001  boundary: the inbox thread serves everybody, one bad message must not end it
             _log.exception("the handler of a %r message failed", frames[0])
-
-
-class _Peer:
-    """One other mailbox: a PUSH socket and both directions' counts. ZeroMQ sockets may be used by one thread at a time,
-    hence the lock."""
-
-    def __init__(self, context: Any, endpoint: str, reply_to: str, key: SessionKey | None) -> None:
-        self.outgoing = Outgoing()
-        self.incoming = Incoming()
-        self._reply_to = reply_to
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if not endpoint.startswith("ipc:"):
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-        if key is not None:
-            key.present(self._socket)
-        self._socket.connect(endpoint)
-
-    def send(self, frames: Sequence[Any]) -> None:
-        """Send, and keep until the other end has it."""
-        kept = [bytes(frame) for frame in frames]
-        with self._lock:
-            self._write(self.outgoing.number(kept), kept)
-
-    def send_again(self) -> None:
-        with self._lock:
-            for seq, frames in self.outgoing.unconfirmed:
-                self._write(seq, frames)
-
-    def confirm(self, num_received: int) -> None:
-        with self._lock:
-            self.outgoing.confirm(num_received)
-
-    def tell(self, *frames: bytes) -> None:
-        """A message that is not counted; like all others it says how much has arrived."""
-        with self._lock:
-            self._write(0, list(frames))
-
-    def close(self, linger_ms: int) -> None:
-        with self._lock:
-            self._is_closed = True
-            self._socket.close(linger=linger_ms)
-
-    def _write(self, seq: int, frames: list[bytes]) -> None:
-        if not self._is_closed:
-            incoming = self.incoming
-            letter = Letter(self.outgoing.token, incoming.token, incoming.told(), seq, self._reply_to, frames)
-            self._socket.send(_encode(letter))
 
 
 def free_port(host: str) -> int:

@@ -51,6 +51,7 @@ class Parcels:
         self._released: deque[tuple[str, Slot]] = deque()
         context.mailbox.on(FREE, lambda _, frames: self._returned(*pickle.loads(frames[0])))
         context.hub.add_ticker(self._tell_owners)
+        context.directory.on_death(lambda identity, _: self.peer_died(identity))
 
     def pack(self, encoded: wire.Encoded, readers: Iterable[str], timeout_s: float = FULL_WAIT_S) -> Frames:
         """The frames that carry `encoded` to each of `readers`, by identity; the first tells how."""
