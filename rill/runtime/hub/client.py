@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
@@ -131,14 +132,16 @@ class HubClient:
         self._lock = threading.Lock()
         """Guards the order of what is submitted, and the window."""
         self._confirmed = threading.Condition(self._lock)
-        self._queue: deque[_Request] = deque()
+        self._requests: deque[_Request] = deque()
+        """All that the hub has not confirmed."""
+        self._first_seq = 1
+        """Of the first of these."""
+        self._num_sent = 0
+        """Of these, from the first on."""
         self._last: _Request | None = None
-        """The last of the queue, while it is a commit that the next may join."""
-        self._next_seq = 1
-        self._num_unconfirmed = 0
+        """The last of these, while it is a commit that was not sent: the next may join it."""
+        self._unconfirmed_items = 0
         self._unconfirmed_bytes = 0
-        self._sent: deque[_Request] = deque()
-        self._first_sent = 1
         self._received_out = 0
         self._resent = (0, 0.0)
         self._asked: dict[int, Asked[Any]] = {}
@@ -183,7 +186,7 @@ class HubClient:
         """Finish and put, all or nothing, without an answer. False: too much was on its way until the deadline, and
         nothing was sent."""
         with self._lock:
-            while self._num_unconfirmed >= WINDOW_ITEMS or self._unconfirmed_bytes >= WINDOW_BYTES:
+            while self._unconfirmed_items >= WINDOW_ITEMS or self._unconfirmed_bytes >= WINDOW_BYTES:
                 self._check_open()
                 self._confirmed.wait(min(1.0, deadline_s - time.monotonic()))
                 if time.monotonic() >= deadline_s:
@@ -196,14 +199,14 @@ class HubClient:
                 self._last = last
             num_items, num_bytes = last.num_items, last.num_bytes
             last.add(done, puts)
-            self._num_unconfirmed += last.num_items - num_items
+            self._unconfirmed_items += last.num_items - num_items
             self._unconfirmed_bytes += last.num_bytes - num_bytes
         self.wake()
         return True
 
     @property
     def has_unconfirmed(self) -> bool:
-        return self._num_unconfirmed > 0
+        return self._unconfirmed_items > 0
 
     def sync(self, timeout_s: float = ANSWER_S) -> None:
         """Return when the hub has everything that was submitted so far."""
@@ -217,15 +220,14 @@ class HubClient:
         with self._lock:
             self._check_open()
             if asked is not None:
-                asked.seq = self._next_seq
+                asked.seq = self._first_seq + len(self._requests)
                 self._asked[asked.seq] = asked
             self._add(request)
         self.wake()
 
     def _add(self, request: _Request) -> None:
         self._last = None
-        self._queue.append(request)
-        self._next_seq += 1
+        self._requests.append(request)
 
     def _check_open(self) -> None:
         if self._ended_reason:
@@ -302,16 +304,16 @@ class HubClient:
             wait_s = min([_HEARTBEAT_S, *(ticker(now_s) for ticker in self._tickers)])
             if self._send(socket):
                 last_sent_s = now_s
-            is_outstanding = bool(self._sent or self._asked)
+            is_outstanding = bool(self._requests or self._asked)
             ping_s = _PING_S if is_outstanding else _HEARTBEAT_S
             if now_s - max(last_sent_s, last_heard_s if is_outstanding else last_sent_s) >= ping_s:
-                socket.send(self._encode(self._first_sent + len(self._sent), []))
+                socket.send(self._encode([]))
                 last_sent_s = now_s
             if is_outstanding:
                 wait_s = min(wait_s, _PING_S)
             if self._is_closing:
                 close_by_s = min(close_by_s, now_s + 1.0)
-                if not (self._queue or self._sent) or now_s > close_by_s or self._ended_reason:
+                if not self._requests or now_s > close_by_s or self._ended_reason:
                     break
                 wait_s = min(wait_s, 0.02)
         self._fail_all("it was closed")
@@ -322,21 +324,21 @@ class HubClient:
 
     def _send(self, socket: zmq.Socket[bytes]) -> bool:
         has_sent = False
-        while self._queue:
-            first_seq = self._first_sent + len(self._sent)
+        while self._num_sent < len(self._requests):
             with self._lock:
-                num_requests = min(len(self._queue), _MAX_REQUESTS_PER_MESSAGE)
-                requests = [self._queue.popleft() for _ in range(num_requests)]
-                if not self._queue:
+                until = self._num_sent + _MAX_REQUESTS_PER_MESSAGE
+                requests = list(islice(self._requests, self._num_sent, until))
+                if until >= len(self._requests):
                     self._last = None  # what is on its way is not added to
-            self._sent.extend(requests)
-            socket.send(self._encode(first_seq, requests))
+            socket.send(self._encode(requests))
+            self._num_sent += len(requests)
             has_sent = True
         return has_sent
 
-    def _encode(self, first_seq: int, requests: list[_Request]) -> bytes:
+    def _encode(self, requests: list[_Request]) -> bytes:
+        """The next to be sent."""
         pairs: list[Any] = [(request.method, request.payload) for request in requests]
-        return self._encoder.encode(Requests(first_seq, self._received_out, pairs))
+        return self._encoder.encode(Requests(self._first_seq + self._num_sent, self._received_out, pairs))
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while True:
@@ -347,7 +349,7 @@ class HubClient:
             if isinstance(message, Output):
                 self._take_output(message)
             else:
-                self._resend(message.expected, socket)
+                self._go_back(message.expected)
 
     def _take_output(self, output: Output) -> None:
         self._confirm(output.expected)
@@ -370,19 +372,20 @@ class HubClient:
                 self._guard(asked.arrived, body)
 
     def _confirm(self, expected: int) -> None:
-        if not self._sent or self._first_sent >= expected:
+        if self._first_seq >= expected:
             return
         with self._lock:
-            while self._sent and self._first_sent < expected:
-                confirmed = self._sent.popleft()
-                self._first_sent += 1
-                self._num_unconfirmed -= confirmed.num_items
+            while self._num_sent and self._first_seq < expected:
+                confirmed = self._requests.popleft()
+                self._first_seq += 1
+                self._num_sent -= 1
+                self._unconfirmed_items -= confirmed.num_items
                 self._unconfirmed_bytes -= confirmed.num_bytes
             self._confirmed.notify_all()
 
-    def _resend(self, expected: int, socket: zmq.Socket[bytes]) -> None:
-        """The hub lacks something that was sent before what it got: it died with it. Go back to there."""
-        if expected < self._first_sent:
+    def _go_back(self, expected: int) -> None:
+        """The hub lacks something that was sent before what it got: it died with it. Send again from there on."""
+        if expected < self._first_seq:
             self._fail_all("the hub takes this process for dead, or its journal is gone")
             return
         now_s = time.monotonic()
@@ -390,10 +393,7 @@ class HubClient:
             return  # several gaps are reported for one loss
         self._resent = (expected, now_s)
         self._confirm(expected)
-        unconfirmed = list(self._sent)
-        for start in range(0, len(unconfirmed), _MAX_REQUESTS_PER_MESSAGE):
-            part = unconfirmed[start : start + _MAX_REQUESTS_PER_MESSAGE]
-            socket.send(self._encode(self._first_sent + start, part))
+        self._num_sent = 0
 
     def _guard(self, handler: Callable[..., None], *args: Any) -> None:
         """A handler's error must not end the io thread: it is logged, with its traceback."""
@@ -408,8 +408,8 @@ class HubClient:
             self._ended_reason = reason
             asked = list(self._asked.values())
             self._asked.clear()
-            self._queue.clear()
-            self._sent.clear()
+            self._requests.clear()
+            self._num_sent = 0
             self._last = None
             self._confirmed.notify_all()
         for one in asked:
