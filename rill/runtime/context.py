@@ -56,8 +56,7 @@ class RuntimeContext:
         self._store: Store | None = None
         self.late = functools.partial(late, self)
         """Makes the error of a handle's deadline."""
-        self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key)
-        self.hub.submit("registry.register", {"address": self.address})
+        self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key, self.address)
         self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
         self.directory = Directory(self)
         self.parcels = Parcels(self)

@@ -35,13 +35,11 @@ class FakeHub:
         """Everything to each client, in order, for tests that deliver it one by one."""
         self.now_s = 100.0
 
-    def join(self, client: str, **info: Any) -> None:
-        self.send(client, "registry.join", None)
-        group, size = group_of(client), info.pop("world_size", None)
-        if size is not None and not self.machine.membership.on_roster("", 0, group):
-            self.send("driver[0]#0", "registry.group", word(group, 1, dict.fromkeys(range(size), 0)))
-        if info:
-            self.send(client, "registry.register", info)
+    def join(self, client: str, *, world_size: int | None = None, address: Any = None) -> None:
+        self.send(client, "registry.join", address)
+        group = group_of(client)
+        if world_size is not None and not self.machine.membership.on_roster("", 0, group):
+            self.send("driver[0]#0", "registry.group", word(group, 1, dict.fromkeys(range(world_size), 0)))
 
     def send(self, client: str, method: str, payload: Any) -> int:
         """Apply one request; gives its number. Answers are in `replies` when there are any."""

@@ -108,10 +108,10 @@ def test_the_hub_is_started_again_when_it_dies_and_the_driver_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with Cluster(devices="cpu:1") as cluster:
-        cluster.context.hub.call("registry.register", {"note": "value"}, 20)
+        cluster.context.hub.call("registry.join", "elsewhere", 20)
         before = hub_pid(cluster)
         os.kill(before, signal.SIGKILL)
-        assert members_of(cluster)["driver[0]#0"]["note"] == "value"
+        assert members_of(cluster)["driver[0]#0"] == "elsewhere"
         assert hub_pid(cluster) != before
         assert becomes_true(
             lambda: f"hub (pid {before}) ended and was started again: killed by SIGKILL" in caplog.text

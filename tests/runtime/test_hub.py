@@ -42,7 +42,7 @@ def test_an_address_can_be_waited_for_before_it_is_told(hub: HubProcess, client:
     found: list[object] = []
     waiter = threading.Thread(target=lambda: found.append(other.call("registry.find", "driver[0]", 20)))
     waiter.start()
-    client.call("registry.register", {"address": "tcp://5"}, 20)
+    client.call("registry.join", "tcp://5", 20)
     waiter.join(20)
     other.close()
     assert found == ["tcp://5"]
@@ -53,7 +53,7 @@ def test_a_search_that_gave_up_is_waited_for_by_nobody(client: HubClient) -> Non
         client.call("registry.find", "driver[0]", 0.05)
     client.call("registry.sync", None, 20)
     assert not client._asked
-    client.call("registry.register", {"address": 1}, 20)
+    client.call("registry.join", 1, 20)
     assert client.call("registry.find", "driver[0]", 20) == 1
 
 
@@ -65,8 +65,8 @@ def test_a_refusal_arrives_as_the_error_it_names(client: HubClient) -> None:
 
 def test_something_that_cannot_be_sent_fails_by_itself_and_keeps_the_line_open(client: HubClient) -> None:
     with pytest.raises(RunError, match="cannot be sent"):
-        client.call("registry.register", {"address": object()}, 20)
-    client.call("registry.register", {"address": 1}, 20)
+        client.call("registry.join", object(), 20)
+    client.call("registry.join", 1, 20)
     assert client.call("registry.find", "driver[0]", 20) == 1
 
 
@@ -97,7 +97,7 @@ def test_a_relaunched_rank_ends_its_earlier_self(hub: HubProcess, client: HubCli
 def test_who_has_ended_is_not_waited_for_but_a_store_server_is(hub: HubProcess, client: HubClient) -> None:
     for name in ("w[0]", f"{STORE_GROUP}node1[0]"):
         first = HubClient(hub.endpoint, f"{name}#0").start()
-        first.call("registry.register", {"address": 7}, 20)
+        first.call("registry.join", 7, 20)
         assert client.call("registry.find", name, 20) == 7
         client.submit("registry.died", [f"{name}#0", "killed by SIGKILL"])
         error, said = (PeerDiedError, "is gone: killed") if name == "w[0]" else (StuckError, "registry.find")
@@ -105,7 +105,7 @@ def test_who_has_ended_is_not_waited_for_but_a_store_server_is(hub: HubProcess, 
             client.call("registry.find", name, 20 if error is PeerDiedError else 0.2)
         first.close()
         again = HubClient(hub.endpoint, f"{name}#1").start()
-        again.call("registry.register", {"address": 8}, 20)
+        again.call("registry.join", 8, 20)
         assert client.call("registry.find", name, 20) == 8
         again.close()
 
@@ -166,7 +166,7 @@ def test_an_answer_that_the_hub_owed_when_it_was_killed_still_comes(
     waiter.start()
     time.sleep(0.3)
     hub.kill()
-    client.submit("registry.register", {"address": 7})
+    client.submit("registry.join", 7)
     hub.start()
     waiter.join(30)
     other.close()
@@ -183,15 +183,15 @@ def encoded(first_seq: int, *requests: list[object]) -> bytes:
 def test_a_torn_record_is_dropped_and_the_rest_is_kept(tmp_path: Path) -> None:
     journal = HubJournal(tmp_path)
     journal.recover()
-    journal.append("a[0]#0", encoded(1, ["registry.join", {}], ["registry.register", {"k": 1}]), 1.0)
+    journal.append("a[0]#0", encoded(1, ["registry.join", None], ["registry.join", 1]), 1.0)
     journal.commit()
-    journal.append("a[0]#0", encoded(3, ["registry.register", {"k": 2}]), 2.0)
+    journal.append("a[0]#0", encoded(3, ["registry.join", 2]), 2.0)
     journal.commit()
     journal.close()
     log = tmp_path / "hub.0.log"
     log.write_bytes(log.read_bytes()[:-3])
     machine = HubJournal(tmp_path).recover()
-    assert machine.membership.members == {"a[0]#0": {"k": 1}}
+    assert machine.membership.members == {"a[0]#0": 1}
     assert machine.expected("a[0]#0") == 3
 
 
@@ -203,7 +203,7 @@ def test_compaction_keeps_the_state_and_drops_the_log(
     machine = journal.recover()
     num_compacted = 0
     for n in range(200):
-        raw = encoded(n + 1, ["registry.register", {f"k{n % 7}": n}])
+        raw = encoded(n + 1, ["registry.join", n])
         journal.append("a[0]#0", raw, float(n))
         machine.apply("a[0]#0", n + 1, msgspec.msgpack.decode(raw, type=Requests).requests, float(n))
         machine.streams["a[0]#0"].confirm(10**9)

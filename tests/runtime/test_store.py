@@ -18,9 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rill.errors import PeerDiedError, RunError, StuckError
-from rill.runtime.address import STORE_GROUP, Site, WorkerAddress
+from rill.runtime.address import Site, WorkerAddress
 from rill.runtime.context import RuntimeContext
-from rill.runtime.hub.client import HubClient
 from rill.runtime.process.scratch import ScratchFolder
 from rill.runtime.process.session import SHM_ROOT, is_shm_usable
 from rill.runtime.process.session_key import SessionKey
@@ -252,9 +251,7 @@ def context_of(hub: HubProcess, shm_dir: Path, node_id: str, group: str) -> Runt
 @contextmanager
 def store_server(context: RuntimeContext, launch: int) -> Iterator[None]:
     """The store server of a context's node."""
-    site = context.site
-    client = HubClient(site.hub_endpoint, f"{STORE_GROUP}{site.node_id}[0]#{launch}", site.key).start()
-    server = serve_store(site, client)
+    server, client = serve_store(context.site, launch)
     yield
     server.close()
     client.close()

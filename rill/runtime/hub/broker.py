@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.address import group_of, name_of
+from rill.runtime.address import STORE_GROUP, group_of, name_of
 from rill.runtime.hub.channel_state import ChannelState, Entry, ItemState, PutWait, TakeWait, as_key
 from rill.runtime.hub.messages import ChannelOptions, Commit, GiveBack, Grant, Ids, ServiceError, Take
 from rill.runtime.transfer.segments import Ref, owner_of
@@ -30,8 +30,6 @@ class Broker:
         self._machine = machine
         self.channels: dict[str, ChannelState] = {}
         self.ledger = Ledger(machine)
-        self._leases: dict[str, dict[str, set[int]]] = {}
-        """client -> channel -> ids of items it leases or whose memory it looks at."""
         self._entering: dict[tuple[str, int], int] = {}
         """(client, seq) of a commit -> channels that have not let all of it in."""
 
@@ -124,18 +122,16 @@ class Broker:
         return None if is_waiting or not commit.wants_reply else 0
 
     def _finish(self, channel: ChannelState, client: str, ids: list[int]) -> None:
-        held, items = self._held(client, channel.name), channel.items
-        entries = [items[item_id] for item_id in dict.fromkeys(ids) if item_id in held]
+        entries = channel.held(client, dict.fromkeys(ids))
         leased = [entry for entry in entries if entry.state is ItemState.LEASED]
         channel.finish(leased, name_of(client))
         for entry in entries:
             if entry.item.ref is None or entry.is_released:
-                self._forget(channel, held, entry)
+                self._forget(channel, entry)
 
-    def _forget(self, channel: ChannelState, held: set[int], entry: Entry) -> None:
-        held.discard(entry.id)
-        if channel.items.pop(entry.id).item.ref is not None:
-            self.ledger.free(entry.item.ref)
+    def _forget(self, channel: ChannelState, entry: Entry) -> None:
+        del channel.items[entry.id]
+        self.ledger.free(entry.item.ref)
 
     # --- taking -------------------------------------------------------------------------------------------
 
@@ -167,19 +163,18 @@ class Broker:
 
     def on_release(self, client: str, seq: int, released: Ids) -> None:
         channel = self._channel(released.channel)
-        held = self._held(client, channel.name)
-        for item_id in released.ids:  # one that came again may be named twice
-            if item_id not in held:
-                continue
-            entry = channel.items[item_id]
+        for entry in channel.held(
+            client, dict.fromkeys(released.ids)
+        ):  # one that came again may be named twice
             if entry.state is ItemState.HELD:
-                self._forget(channel, held, entry)
+                self._forget(channel, entry)
             else:
                 entry.is_released = True
 
     def on_give_back(self, client: str, seq: int, given: GiveBack) -> None:
         channel = self._channel(given.channel)
-        entries = self._leased(channel, self._held(client, channel.name), given.ids)
+        held = channel.held(client, dict.fromkeys(given.ids))
+        entries = [entry for entry in held if entry.state is ItemState.LEASED]
         if given.error:
             channel.num_redelivered += len(entries)
             for entry in [entry for entry in entries if channel.fail(entry, given.error)]:
@@ -187,12 +182,6 @@ class Broker:
                 self._drop(channel, entry)
         self._return(channel, entries)
         self._serve(channel)
-
-    def _leased(self, channel: ChannelState, held: set[int], ids: list[int]) -> list[Entry]:
-        """Of `ids`, those that the client leases; it holds them no more."""
-        entries = [channel.items[i] for i in ids if i in held and channel.items[i].state is ItemState.LEASED]
-        held.difference_update(entry.id for entry in entries)
-        return entries
 
     def _return(self, channel: ChannelState, entries: list[Entry]) -> None:
         if not channel.is_closed:
@@ -206,10 +195,6 @@ class Broker:
         self.ledger.free(entry.item.ref)
 
     # --- serving who waits --------------------------------------------------------------------------------
-
-    def _held(self, client: str, channel: str) -> set[int]:
-        """The ids that a client holds of a channel, to be changed in place."""
-        return self._leases.setdefault(client, {}).setdefault(channel, set())
 
     def _entered(self, wait: PutWait, num_left_out: int = 0) -> None:
         key = (wait.client, wait.seq)
@@ -262,10 +247,8 @@ class Broker:
                 channel.passing.add(wait.client)
                 self._machine.reply(wait.client, wait.seq, Grant([], is_end=True))
                 return True
-        held = self._held(wait.client, channel.name)
         for entry in found:
-            channel.lease(entry)
-            held.add(entry.id)
+            channel.lease(entry, wait.client)
         self._machine.reply(wait.client, wait.seq, Grant([entry.item for entry in found]))
         return True
 
@@ -315,14 +298,14 @@ class Broker:
 
     def end_client(self, client: str) -> None:
         """What it leased goes back; what it put stays, in memory that outlives it."""
-        for name, ids in self._leases.pop(client, {}).items():
-            channel = self.channels[name]
-            leased = self._leased(channel, ids, sorted(ids))
-            for item_id in sorted(ids):  # done, but looked at until now
-                self.ledger.free(channel.items.pop(item_id).item.ref)
+        for channel in self.channels.values():
+            held = channel.held(client, channel.items)
+            leased = [entry for entry in held if entry.state is ItemState.LEASED]
+            for entry in held:
+                if entry.state is ItemState.HELD:  # done, but looked at until now
+                    self._forget(channel, entry)
             channel.num_redelivered += len(leased)
             self._return(channel, leased)
-        for channel in self.channels.values():
             channel.takes = [w for w in channel.takes if w.client != client]
             if client in channel.passing:
                 channel.passing.discard(client)
@@ -376,6 +359,6 @@ class Ledger:
         """For the hub's own node and every node's store server."""
         order = (owner, sorted(segment for segment in self._orphans if owner_of(segment) == owner))
         self._machine.unlinks.append(order)
-        for member, info in self._machine.membership.members.items():
-            if info.get("serves_store"):
+        for member in self._machine.membership.members:
+            if member.startswith(STORE_GROUP):
                 self._machine.push(member, "store_unlink", order)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
@@ -42,6 +42,8 @@ class Entry:
     producer: str
     item: Item
     state: ItemState = ItemState.QUEUED
+    holder: str = ""
+    """The client that leases it, or looks at its memory."""
     is_released: bool = False
     """Its consumer looks at the memory no more, though it is not done yet."""
     num_failures: int = 0
@@ -132,6 +134,7 @@ class ChannelState:
 
     def _enqueue(self, entry: Entry, *, at_front: bool = False) -> None:
         entry.state = ItemState.QUEUED
+        entry.holder = ""
         entry.is_released = False
         lines = [self.queues.setdefault(entry.epoch, OrderedDict())]
         if entry.item.key is not None:
@@ -143,9 +146,10 @@ class ChannelState:
         self.num_queued += 1
         self.queued_bytes += entry.item.num_bytes
 
-    def lease(self, entry: Entry) -> None:
+    def lease(self, entry: Entry, client: str) -> None:
         """Hand a queued item out."""
         entry.state = ItemState.LEASED
+        entry.holder = client
         self.num_queued -= 1
         self.queued_bytes -= entry.item.num_bytes
         del self.queues[entry.epoch][entry.id]
@@ -154,6 +158,11 @@ class ChannelState:
             del of_key[entry.id]
             if not of_key:
                 del self.by_key[entry.item.key]
+
+    def held(self, client: str, ids: Iterable[int]) -> list[Entry]:
+        """Of these items, those that a client has."""
+        entries = [self.items.get(item_id) for item_id in ids]
+        return [entry for entry in entries if entry is not None and entry.holder == client]
 
     def front(self, last_epoch: int, max_items: int) -> list[Entry]:
         """The first queued items of epochs up to `last_epoch`."""

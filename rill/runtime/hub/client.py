@@ -123,9 +123,12 @@ def as_error(kind: str, message: str) -> RillError:
 
 
 class HubClient:
-    """Thread-safe; one per process. `identity` is "group[rank]#launch"."""
+    """Thread-safe; one per process."""
 
-    def __init__(self, endpoint: str, identity: str, key: SessionKey | None = None) -> None:
+    def __init__(
+        self, endpoint: str, identity: str, key: SessionKey | None = None, address: Any = None
+    ) -> None:
+        """Who this is, "group[rank]#launch", and where others find it."""
         self.identity = identity
         self.endpoint = endpoint
         self._key = key
@@ -154,7 +157,7 @@ class HubClient:
         self._ended_reason = self._abandoned = ""
         self._wake_up = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"rill-hub-{identity}", daemon=True)
-        self.submit("registry.join", None)
+        self.submit("registry.join", address)
 
     def start(self) -> Self:
         """Begin to send and to hear, once everybody listens: the hub tells a newcomer who has died before it came."""

@@ -1,8 +1,8 @@
 """Who is in the run: the hub's registry of processes, what they told about themselves, and their deaths.
 
-A client joins with its first request and tells its address (`register`), which can be asked for by its name, and waited
-for. Which ranks a group has, and on which devices, is the driver's word (`group`); whether a process lives is the
-agent's, by way of the driver (`died`). Ends are pushed to everybody as "peer_died".
+A client joins with its first request and tells its address, which can be asked for by its name, and waited for. Which
+ranks a group has, and on which devices, is the driver's word (`group`); whether a process lives is the agent's, by way
+of the driver (`died`). Ends are pushed to everybody as "peer_died".
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LEFT = "it was closed or removed"
 class Membership:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self.members: dict[str, dict[str, Any]] = {}
-        """identity -> what it told of itself."""
+        self.members: dict[str, Any] = {}
+        """identity -> the address it told, if it has one."""
         self.first_seen: dict[str, int] = {}
         """group -> number of the event at which its first process joined; and so for a rank that was added later."""
         self._deaths: dict[str, dict[str, Any]] = {}
@@ -53,40 +53,36 @@ class Membership:
     def on_sync(self, client: str, seq: int, payload: None) -> bool:
         return True
 
-    def on_members(self, client: str, seq: int, payload: None) -> dict[str, dict[str, Any]]:
+    def on_members(self, client: str, seq: int, payload: None) -> dict[str, Any]:
         return self.members
 
     def on_roster(self, client: str, seq: int, group: str) -> Roster | bool:
         """The driver's last word on a group; false: there was none."""
         return self._groups.get(group, False)
 
-    def on_join(self, client: str, seq: int, payload: None) -> None:
+    def on_join(self, client: str, seq: int, address: Any) -> bool:
         machine, name, group = self._machine, name_of(client), group_of(client)
         for earlier in [c for c in self.members if name_of(c) == name and c != client]:
             machine.end_client(earlier, f"replaced by {client}")
         self._deaths.pop(name, None)
         for note in self._deaths.values():
             machine.push(client, "peer_died", note)
-        self.members[client] = {}
+        self.members[client] = address
         self.first_seen.setdefault(group, machine.num_events)
         if group in self._groups and name not in {f"{group}[{rank}]" for rank in self.ranks(group)}:
             self.first_seen.setdefault(name, machine.num_events)
-
-    def on_register(self, client: str, seq: int, info: dict[str, Any]) -> bool:
-        self.members.setdefault(client, {}).update(info)
-        if "address" in info:
-            found = [wait for wait in self._finding if wait[2] == name_of(client)]
-            for waiter, waiter_seq, _ in found:
-                self._machine.reply(waiter, waiter_seq, info["address"])
-            self._finding = [wait for wait in self._finding if wait not in found]
+        if address is not None:
+            for waiter, waiter_seq, _ in [wait for wait in self._finding if wait[2] == name]:
+                machine.reply(waiter, waiter_seq, address)
+            self._finding = [wait for wait in self._finding if wait[2] != name]
         return True
 
     def on_find(self, client: str, seq: int, name: str) -> Any:
         """The address of the process of this name; answered when there is one, refused where the last one has ended and
         the driver has not said that there will be another (a group that moves)."""
-        for member, info in self.members.items():
-            if "address" in info and name_of(member) == name:
-                return info["address"]
+        for member, address in self.members.items():
+            if address is not None and name_of(member) == name:
+                return address
         if name in self._deaths and not self._will_start_again(self._deaths[name]["identity"]):
             raise ServiceError("PeerDiedError", f"{name} is gone: {self._deaths[name]['reason']}")
         self._finding.append((client, seq, name))

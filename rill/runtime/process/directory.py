@@ -56,10 +56,9 @@ class Directory:
 
     def everybody(self) -> list[WorkerAddress]:
         """Who is in the run now, the driver too, as the hub knows it."""
-        members = self._context.hub.call("registry.members", None).values()
-        told = [info["address"] for info in members if "address" in info]
-        # A store server's is a text.
-        return [msgspec.convert(one, WorkerAddress) for one in told if not isinstance(one, str)]
+        members = self._context.hub.call("registry.members", None)
+        # A store server's address is a text.
+        return [msgspec.convert(told, WorkerAddress) for told in members.values() if isinstance(told, list)]
 
     def find(self, group: str, rank: int, timeout_s: float) -> WorkerAddress:
         """The address of a rank. Waits for one that is not there yet; PeerDiedError for a dead one."""

@@ -101,8 +101,8 @@ class Supervisor:
                 silent = [member.identity for member in members if not member.is_settled]
                 raise StuckError(f"{', '.join(silent)} did not start within {HELLO_WAIT_S:g} s")
             launches = {member.seat.rank: member.address.incarnation for member in members}
-            group.roster = _roster(group, launches, [member.seat for member in members])
-            group.roster.addresses = [member.address for member in members]
+            seats, addresses = [member.seat for member in members], [member.address for member in members]
+            group.roster = _roster(group, launches, seats, addresses)
             return group.roster
 
     def ranks(self, name: str) -> tuple[int, ...]:
@@ -396,6 +396,8 @@ class Supervisor:
             raise PlanError(f"there is a group {name!r} already: close it first or choose another name")
 
 
-def _roster(group: Group, launches: dict[int, int], seats: Sequence[Seat]) -> Roster:
+def _roster(
+    group: Group, launches: dict[int, int], seats: Sequence[Seat], addresses: Sequence[WorkerAddress] = ()
+) -> Roster:
     devices = {seat.rank: [device.id for device in seat.devices] for seat in seats}
-    return Roster(group.name, group.version, launches, devices, [])
+    return Roster(group.name, group.version, launches, devices, list(addresses))

@@ -22,17 +22,17 @@ from rill.runtime.transfer.tcp import ByteServer
 def main(start: bytes) -> None:
     site = pickle.loads(start)
     assert isinstance(site, Site)
-    identity = f"{STORE_GROUP}{site.node_id}[0]#{os.getpid()}"
-    serve_store(site, HubClient(site.hub_endpoint, identity, site.key).start())
+    serve_store(site, os.getpid())
     while True:
         signal.pause()  # until the agent ends the session
 
 
-def serve_store(site: Site, hub: HubClient) -> ByteServer:
+def serve_store(site: Site, launch: int) -> tuple[ByteServer, HubClient]:
     """Serve the payloads of the site's node from now on."""
     assert site.key is not None, "a store server in a session that has one node"
+    identity = f"{STORE_GROUP}{site.node_id}[0]#{launch}"
     # A store of its own, which outlives the owners of what it maps: their payloads may still be asked for.
-    store = Store(site.shm_dir, site.node_id, hub.identity)
+    store = Store(site.shm_dir, site.node_id, identity)
 
     def carry_out(order: tuple[str, list[str]]) -> None:
         unlink(site.shm_dir, *order)
@@ -42,6 +42,6 @@ def serve_store(site: Site, hub: HubClient) -> ByteServer:
         return store.view(name, offset, num_bytes), offset + num_bytes
 
     server = ByteServer(site.host, site.key, read)
+    hub = HubClient(site.hub_endpoint, identity, site.key, server.endpoint)
     hub.on("store_unlink", carry_out)
-    hub.call("registry.register", {"serves_store": True, "address": server.endpoint})
-    return server
+    return server, hub.start()
