@@ -8,7 +8,6 @@ for what must work while a long call runs (`abort`, `stats`, `update_weights`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -198,10 +197,14 @@ _NOT_CALLS = frozenset(name for name in vars(Worker) if not name.startswith("_")
 """`state` and the like are called by the runtime alone."""
 
 
-@functools.cache
+_methods: dict[type[Worker], dict[str, bool]] = {}
+
+
 def callable_methods(cls: type[Worker]) -> dict[str, bool]:
     """The methods that a group of `cls` has, and whether each is `concurrent`: public functions of the class, without
     the tools of Worker itself."""
-    names = [name for name in dir(cls) if not name.startswith("_") and name not in _NOT_CALLS]
-    methods = {name: getattr(cls, name) for name in names}
-    return {name: hasattr(one, _CONCURRENT) for name, one in methods.items() if callable(one)}
+    if cls not in _methods:
+        names = [name for name in dir(cls) if not name.startswith("_") and name not in _NOT_CALLS]
+        methods = {name: getattr(cls, name) for name in names}
+        _methods[cls] = {name: hasattr(one, _CONCURRENT) for name, one in methods.items() if callable(one)}
+    return _methods[cls]
