@@ -106,18 +106,12 @@ class Producer:
             with waiting(what, f"channel:{puts[0].channel}"):
                 yield asked
                 late = None if asked.done() else stuck(self._context, what, limit_s)
-        except BaseException:
-            self._take_back(asked, done)
-            raise
-        if late is not None:
-            self._take_back(asked, done)
-            if done or self._is_left_out(asked, puts, late):
-                raise late
+        finally:
+            if not done and not asked.done():
+                self._hub.submit("broker.cancel", asked.seq)
+        if late is not None and (done or self._is_left_out(asked, puts, late)):
+            raise late
         asked.result()
-
-    def _take_back(self, asked: Asked[int], done: list[Ids]) -> None:
-        if not done:
-            self._hub.submit("broker.cancel", asked.seq)
 
     def _is_left_out(self, asked: Asked[int], puts: list[Puts], error: StuckError) -> bool:
         """What became of a put that was taken back past its deadline; it may have got in at the last moment."""

@@ -281,8 +281,7 @@ class LockService:
         ]
         if {client for client, _ in waits} != holder.inside:
             return
-        waited = {name for _, name in waits}
-        if not self._works_on(wanting, waited) and not self._feeds(wanting, waited):
+        if not self._can_help(wanting, {name for _, name in waits}):
             return
         holder.lending = set(holder.inside)
         for client in sorted(holder.inside):
@@ -313,14 +312,10 @@ class LockService:
         others = [t for t in self._turns if t.state == TurnState.WAITING and t.group != turn.group]
         return any(self._conflict(other, turn) for other in others)
 
-    def _works_on(self, turn: Turn, names: set[str]) -> bool:
-        """Whether a group puts into one of these channels or takes from it."""
-        channels = [self._channels[name] for name in names]
-        has_used = [turn.group in c.producing_groups() or c.is_taken_by(turn.group) for c in channels]
-        return bool(names & set(turn.channels)) or any(has_used)
-
-    def _feeds(self, turn: Turn, awaited: set[str]) -> bool:
-        """Whether what a group makes reaches one of these channels, through any number of other groups."""
+    def _can_help(self, turn: Turn, awaited: set[str]) -> bool:
+        """Whether a group works on one of these channels, or what it makes reaches one through any number of others."""
+        if any(name in turn.channels or self._channels[name].is_taken_by(turn.group) for name in awaited):
+            return True
         named = {t.group: set(t.channels) for t in self._turns}
         seen: set[str] = set()
         frontier = list(awaited)

@@ -14,7 +14,7 @@ to the type that the handler declares. What the handler returns is the reply; No
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
@@ -25,8 +25,6 @@ from rill.runtime.hub.history import History
 from rill.runtime.hub.locks import LockService
 from rill.runtime.hub.membership import Membership
 from rill.runtime.hub.messages import OutKind, ServiceError
-
-Handler = tuple[msgspec.msgpack.Decoder[Any], Callable[[str, int, Any], Any]]
 
 
 @dataclass(slots=True)
@@ -56,33 +54,12 @@ class Machine:
         self.broker = Broker(self)
         self.locks = LockService(self)
         self.history = History()
-        self._open()
-
-    def _open(self) -> None:
         self.touched: set[str] = set()
         """Clients with new output; the hub empties it when it sends."""
         self.unlinks: list[tuple[str, list[str]]] = []
         """(a dead process, its segments that are still needed): the hub deletes the others (segments.py)."""
         self.has_moved_items = False
         """Whether the event being applied changed a channel; the locks look at it at its end."""
-        services = {
-            "registry": self.membership,
-            "broker": self.broker,
-            "locks": self.locks,
-            "history": self.history,
-        }
-        self._handlers = dict(one for name, service in services.items() for one in _handlers(name, service))
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        for transient in ("touched", "unlinks", "has_moved_items", "_handlers"):
-            del state[transient]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
-        self.touched.update(self.streams)
 
     def is_news(self, client: str, first_seq: int, num_requests: int) -> bool:
         """Whether any request of such a batch would be applied now: only then is it worth a journal record."""
@@ -102,14 +79,13 @@ class Machine:
         if stream is None:
             stream = self.streams[client] = Stream()
         self.touched.add(client)
-        handlers = self._handlers
         for method, payload in requests[stream.expected - first_seq :]:
             seq = stream.expected
             stream.expected = seq + 1
             self.num_events += 1
             try:
-                decoder, handle = handlers[method]
-                body = handle(client, seq, decoder.decode(payload))
+                service, handle, decoder = _HANDLERS[method]
+                body = handle(getattr(self, service), client, seq, decoder.decode(payload))
             except ServiceError as error:
                 self.fail(client, seq, error)
                 continue
@@ -166,10 +142,18 @@ class Machine:
         self.touched.add(client)
 
 
-def _handlers(prefix: str, service: object) -> Iterator[tuple[str, Handler]]:
-    """By the names of the requests."""
+def _handlers(prefix: str, attribute: str, service: type) -> Iterator[tuple[str, Any]]:
+    """The name of a request -> the attribute of its service, the method that handles it, what decodes its payload."""
     for name in dir(service):
         if name.startswith("on_"):
             method = getattr(service, name)
             *_, payload, _ = get_type_hints(method).values()  # self has none; the last is what it returns
-            yield f"{prefix}.{name[3:]}", (msgspec.msgpack.Decoder(payload), method)
+            yield f"{prefix}.{name[3:]}", (attribute, method, msgspec.msgpack.Decoder(payload))
+
+
+_HANDLERS = {
+    **dict(_handlers("registry", "membership", Membership)),
+    **dict(_handlers("broker", "broker", Broker)),
+    **dict(_handlers("locks", "locks", LockService)),
+    **dict(_handlers("history", "history", History)),
+}

@@ -47,9 +47,8 @@ class Directory:
         is_old = self._newest.get(group, 0) > roster.version
         if is_old or (self.dead and any(address.identity in self.dead for address in roster.addresses)):
             found = self._ask(group)
-            if (
-                found and found.version > roster.version and found.addresses
-            ):  # none: it is about to start elsewhere
+            # Without addresses it is about to start elsewhere.
+            if found and found.version > roster.version and found.addresses:
                 roster = found
         self._rosters[group] = roster
         return roster

