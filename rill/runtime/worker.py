@@ -42,12 +42,12 @@ def concurrent(method: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
+    """What `Worker.launch` was given."""
+
     name: str
     placement: Placement = "all"
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to each process's environment before anything is imported."""
     threads: int | None = None
-    """A bound for OpenMP and torch threads. None: the node's cores, shared evenly by the group's ranks there."""
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 

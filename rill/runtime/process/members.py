@@ -25,7 +25,7 @@ class Member:
     address: WorkerAddress
     """Who it is and, once it has said hello, where."""
     ready: Handle
-    is_running: bool = False
+    is_running: bool = True
     is_leaving: bool = False
     """It was asked to end: its end is no news."""
     goodbye: Handle | None = None

@@ -124,9 +124,7 @@ class Supervisor:
             old = group.members[rank]
             self._end([old])
             (member,) = self._start(group, [old.seat], tuple(group.members))
-            with self._lock:
-                group.members[rank] = member
-                group.changed()
+            self._take_in(group, [member])
             member.ready.wait(timeout_s)
             self.announce(group)
 
@@ -151,9 +149,7 @@ class Supervisor:
             except BaseException:
                 self._end(new)
                 raise
-            with self._lock:
-                group.members.update((member.seat.rank, member) for member in new)
-                group.changed()
+            self._take_in(group, new)
             self.announce(group)
             self._tell_members(group)
         return [seat.rank for seat in seats]
@@ -203,7 +199,9 @@ class Supervisor:
             group.changed()
             launches = {rank: self._launches[group.name, rank] for rank in ranks}
         self.context.hub.submit("registry.group", _roster(group, launches, seats))
-        members = self._start(group, seats, ranks)
+        self._take_in(group, self._start(group, seats, ranks))
+
+    def _take_in(self, group: Group, members: Sequence[Member]) -> None:
         with self._lock:
             group.members.update((member.seat.rank, member) for member in members)
             group.changed()
@@ -250,35 +248,30 @@ class Supervisor:
         started: list[Member] = []
         try:
             for seat in seats:
-                self._start_one(group, seat, ranks, sharing[seat.node_id], started)
+                member = self._start_one(group, seat, ranks, sharing[seat.node_id])
+                started.append(member)
         except BaseException:
             self._end(started)
             raise
         return started
 
-    def _start_one(
-        self, group: Group, seat: Seat, ranks: tuple[int, ...], num_sharing: int, started: list[Member]
-    ) -> None:
+    def _start_one(self, group: Group, seat: Seat, ranks: tuple[int, ...], num_sharing: int) -> Member:
         node, options = self._find_node(seat.node_id), group.options
         with self._lock:
             incarnation = self._launches[group.name, seat.rank]
             self._launches[group.name, seat.rank] += 1
             gpus = gpus_of(seat.devices)
             address = WorkerAddress(group.name, seat.rank, seat.node_id, incarnation=incarnation, gpus=gpus)
-            member = Member(
-                group, seat, address, Handle(f"{group.name}.{INIT}", [address], self.context.late)
-            )
-            self._by_key[member.identity] = member
+            ready = Handle(f"{group.name}.{INIT}", [address], self.context.late)
+            member = self._by_key[address.identity] = Member(group, seat, address, ready)
         num_threads = options.threads or max(1, node.node.num_cores // num_sharing)
-        request = self._launcher.worker(node, member, ranks, num_threads)
-        member.is_running = True
         try:
-            node.start(request)
+            node.start(self._launcher.worker(node, member, ranks, num_threads))
         except BaseException:
             member.is_running = False
             del self._by_key[member.identity]
             raise
-        started.append(member)
+        return member
 
     def _ask_to_stop(self, members: Sequence[Member], notice_s: float, *, is_told: bool = False) -> None:
         """Once: a worker that has read it stops after the calls before it."""
