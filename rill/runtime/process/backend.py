@@ -175,6 +175,10 @@ class LocalBackend:
     between them goes over TCP as it would between machines.
     """
 
+    _driver_session: Session
+    _events: NodeEvents
+    """Both are given by `open`."""
+
     def __init__(
         self,
         devices: DeviceSpec,
@@ -192,8 +196,6 @@ class LocalBackend:
         self.is_spread = num_nodes > 1 or elastic
         self._nodes: dict[str, tuple[Node, Session]] = {}
         """All there ever were."""
-        self._driver_session: Session | None = None
-        self._events: NodeEvents | None = None
 
     def open(self, session: Session, events: NodeEvents) -> Iterator[NodeClient]:
         self._events = events
@@ -209,7 +211,6 @@ class LocalBackend:
         return self._start(Node(node_id=node_id, host=host or "127.0.0.1", labels=frozenset(labels)), found)
 
     def reopen(self, node_id: str) -> NodeClient:
-        assert self._events is not None
         return LocalNode(*self._nodes[node_id], self._events)
 
     def close(self) -> None:
@@ -220,7 +221,6 @@ class LocalBackend:
 
     def _start(self, node: Node, devices: Sequence[Device]) -> NodeClient:
         session = self._driver_session
-        assert session is not None and self._events is not None
         if self._nodes:
             session = open_session(f"{session.session_id}-{node.node_id}")
         self._nodes[node.node_id] = (node, session)

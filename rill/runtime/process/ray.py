@@ -50,6 +50,9 @@ def import_ray() -> Any:
 
 class RayBackend:
     is_spread = True
+    _session: Session
+    _events: NodeEvents
+    """Both are given by `open`."""
 
     def __init__(self, address: str, devices: DeviceSpec) -> None:
         self._ray = import_ray()
@@ -57,8 +60,6 @@ class RayBackend:
         self._devices = devices
         self._has_started_ray = False
         self._local: Node | None = None
-        self._session: Session | None = None
-        self._events: NodeEvents | None = None
         self._remote: list[RayNode] = []
         """All there ever were."""
 
@@ -70,7 +71,8 @@ class RayBackend:
         self._local = _node(0, here)
         nodes = [self._local, *(_node(n, raw) for n, raw in enumerate(others, 1))]
         wanted = devices_of_nodes(self._devices, nodes)
-        opened: list[NodeClient] = [self._start_local(local_devices(wanted[self._local.node_id]))]
+        devices = local_devices(wanted[self._local.node_id])
+        opened: list[NodeClient] = [LocalNode(self._local, session, events, devices)]
         try:
             remote = [self._start_remote(*one) for one in zip(nodes[1:], others, strict=True)]  # side by side
             opened += remote
@@ -99,7 +101,7 @@ class RayBackend:
     def reopen(self, node_id: str) -> NodeClient:
         if self._local is None or node_id != self._local.node_id:
             raise RunError(f"{node_id} is gone from the Ray cluster: add_node takes it back when it is there")
-        return self._start_local()
+        return LocalNode(self._local, self._session, self._events)
 
     def close(self) -> None:
         if self._has_started_ray:
@@ -114,12 +116,7 @@ class RayBackend:
         unused = [raw for raw in self._ray.nodes() if raw["Alive"] and raw["NodeID"] not in used]
         return sorted(unused, key=lambda raw: (raw["NodeID"] != here, raw["NodeManagerAddress"]))
 
-    def _start_local(self, devices: Sequence[Device] = ()) -> LocalNode:
-        assert self._local is not None and self._session is not None and self._events is not None
-        return LocalNode(self._local, self._session, self._events, devices)
-
     def _start_remote(self, node: Node, raw: dict[str, Any]) -> RayNode:
-        assert self._session is not None and self._events is not None
         session_id = f"{self._session.session_id}-{node.node_id}"
         client = RayNode(self._ray, node, raw["NodeID"], session_id, self._events)
         self._remote.append(client)
