@@ -40,7 +40,7 @@ class Encoded(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Header and buffers together."""
-        return len(self.header) + sum(buffer.nbytes for buffer in self.buffers)
+        return len(self.header) + sum(map(len, self.buffers))
 
 
 def encode(obj: object, *, device_hook: DeviceHook | None = None) -> Encoded:
