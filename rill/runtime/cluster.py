@@ -27,7 +27,7 @@ from rill.runtime.group import Move, WorkerGroup
 from rill.runtime.hub.history import CallRecord
 from rill.runtime.process.agent import Exited, allow_many_files
 from rill.runtime.process.backend import Backend, LocalBackend, NodeClient, NodeEvents
-from rill.runtime.process.launcher import HUB_KEY, Launcher, is_service
+from rill.runtime.process.launcher import HUB_KEY, Launcher
 from rill.runtime.process.mailbox import free_port
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import SessionKey
@@ -223,8 +223,8 @@ class Cluster:
             client.start(self._launcher.store_server(client))
 
     def _on_event(self, event: Exited) -> None:
-        how = event.how()
-        if not is_service(event.key):
+        how = event.how
+        if not event.is_service:
             self._supervisor.process_ended(event.key, how)
             return
         if event.key != HUB_KEY:

@@ -98,7 +98,7 @@ class Handle:
 
     def ended(self, timeout_s: float) -> bool:
         """Wait until every rank has answered or failed; False past the time, which is no error here."""
-        return self._is_over(for_all=True) or self._came(timeout_s, for_all=True)
+        return self._came(timeout_s, for_all=True)
 
     def so_far(self) -> list[Outcome | None]:
         """What became of the ranks that have answered or failed; None for the others. Waits for nothing."""
@@ -130,6 +130,8 @@ class Handle:
 
     def _came(self, timeout_s: float, *, for_all: bool) -> bool:
         """Wait, in the stuck-run report's sight."""
+        if self._is_over(for_all=for_all):
+            return True
         with waiting(f"results of {self.method}", lambda: next(iter(self._missing()), "")):
             with self._lock:
                 if self._is_over(for_all=for_all):
@@ -145,7 +147,7 @@ class Handle:
             return self._is_over(for_all=for_all)
 
     def _wait(self, timeout_s: float, *, for_all: bool) -> None:
-        if not self._is_over(for_all=for_all) and not self._came(timeout_s, for_all=for_all):
+        if not self._came(timeout_s, for_all=for_all):
             waited_s = time.monotonic() - self._started_s
             missing = f"{self.method} has not ended on {', '.join(self._missing())} within {timeout_s:g} s"
             raise self._diagnose(f"{missing} (called {waited_s:.1f} s ago)", timeout_s)

@@ -143,7 +143,7 @@ def test_when_the_hub_is_given_up_every_wait_in_every_process_fails_with_the_rea
     with Cluster(devices="cpu:1") as cluster:
         group = Echo.launch(cluster, name="echo", threads=1)
         waiting = group.find("never[0]")
-        given_up = Exited(key="hub", pid=7, exit_code=1, log_tail="no room", is_restarted=False)
+        given_up = Exited("hub", 7, "exit code 1\nno room", is_service=True, is_restarted=False)
         time.sleep(0.2)
         cluster._on_event(given_up)
         with pytest.raises(WorkerError, match="(?s)ended too often.*no room"):

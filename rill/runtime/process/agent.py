@@ -86,21 +86,16 @@ class Start:
     restart: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Exited:
     key: str
     pid: int
-    exit_code: int
-    """Negative: killed by that signal."""
-    log_tail: str
+    how: str
+    """In words, with the end of what it printed."""
+    is_service: bool
+    """`Start.restart` asks for another in its place."""
     is_restarted: bool
-    """Whether another was started in its place at once, as `Start.restart` asks."""
-
-    def how(self) -> str:
-        """In words, with the end of what it printed."""
-        code = self.exit_code
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"{how}\n--- end of its log ---\n{self.log_tail}" if self.log_tail else how
+    """It was started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +109,12 @@ class AgentSpec:
 # --- the agent --------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Child:
-    request: Start
-    starts_s: list[float]
-
-
 class Agent:
     def __init__(self, spec: AgentSpec, control: Connection[Any, Any]) -> None:
         self.spec = spec
         self.control = control
-        self.children: dict[int, _Child] = {}
+        self.children: dict[int, tuple[Start, list[float]]] = {}
+        """pid -> what it was started for, and when that was started."""
         self.pid, self.parent_pid = os.getpid(), os.getppid()
         self.wake_read, self.wake_write = os.pipe()
         for fd in (self.wake_read, self.wake_write):
@@ -160,15 +150,15 @@ class Agent:
                 _import_for_workers(self.spec.preload)
             self._start(request, [])
         else:
-            for pid, child in self.children.items():
-                if child.request.key == request:
+            for pid, (started, _) in self.children.items():
+                if started.key == request:
                     _kill_child(pid)
 
     def _start(self, request: Start, starts_s: list[float]) -> None:
         pid = os.fork()
         if pid == 0:
             self._become(request)
-        self.children[pid] = _Child(request, [*starts_s, time.monotonic()])
+        self.children[pid] = (request, [*starts_s, time.monotonic()])
 
     def _become(self, request: Start) -> None:
         """In the child: take the request's surroundings, then run the entry, here or in a fresh interpreter."""
@@ -218,15 +208,14 @@ class Agent:
             if child is None:
                 continue  # an adopted process
             _kill_group(pid)
-            exit_code = os.waitstatus_to_exitcode(status)
-            recent = [start for start in child.starts_s if time.monotonic() - start < 60.0]
-            restart = child.request.restart and len(recent) < MAX_RESTARTS_PER_MINUTE
-            if restart:
-                self._start(child.request, recent)
-            tail, key = _tail(child.request.log_path), child.request.key
-            exited = Exited(key=key, pid=pid, exit_code=exit_code, log_tail=tail, is_restarted=restart)
+            request, starts_s = child
+            how = _how(os.waitstatus_to_exitcode(status), request.log_path)
+            recent = [start_s for start_s in starts_s if time.monotonic() - start_s < 60.0]
+            is_restarted = request.restart and len(recent) < MAX_RESTARTS_PER_MINUTE
+            if is_restarted:
+                self._start(request, recent)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self.control.send(exited)
+                self.control.send(Exited(request.key, pid, how, request.restart, is_restarted))
 
     def _end(self) -> None:
         """Kill every process of the session, remove its folders, exit."""
@@ -311,11 +300,13 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _tail(log_path: str) -> str:
+def _how(exit_code: int, log_path: str) -> str:
+    how = f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
     try:
         with open(log_path, "rb") as log:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace").strip()
+            tail = log.read().decode(errors="replace").strip()
     except OSError:
-        return ""
+        return how
+    return f"{how}\n--- end of its log ---\n{tail}" if tail else how

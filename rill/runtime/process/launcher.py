@@ -23,12 +23,6 @@ from rill.runtime.process.worker_main import WorkerSpec
 HUB_KEY = "hub"
 
 
-def is_service(key: str) -> bool:
-    """Whether a process is one of the cluster's own, which its agent starts again when it ends. Names of groups are
-    followed by a rank in brackets: none is mistaken for a service."""
-    return key == HUB_KEY or (key.startswith(STORE_GROUP) and "[" not in key)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
     """Makes start requests for one session. `context` is the driver's."""

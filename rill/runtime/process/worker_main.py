@@ -112,15 +112,13 @@ class WorkerProcess:
     def _on_call(self, sender: str, frames: Frames) -> None:
         call = Call.read(sender, frames)
         if call.is_concurrent:
-            threading.Thread(target=self._run_beside, args=(call,), name=call.method, daemon=True).start()
+            threading.Thread(target=self._run, args=(call,), name=call.method, daemon=True).start()
         else:
             self._calls.put(call)
 
-    def _run_beside(self, call: Call) -> None:
-        self._has_tried.wait()  # ended by `__init__`, whatever became of it, or with the process
-        self._run(call)
-
     def _run(self, call: Call) -> None:
+        if call.is_concurrent:
+            self._has_tried.wait()  # ended by `__init__`, whatever became of it, or with the process
         timers = begin_call()
         started_s = time.perf_counter()
         recorder = self.context.recorder
