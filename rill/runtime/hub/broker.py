@@ -122,7 +122,7 @@ class Broker:
         return None if is_waiting or not commit.wants_reply else 0
 
     def _finish(self, channel: ChannelState, client: str, ids: list[int]) -> None:
-        entries = channel.held(client, dict.fromkeys(ids))
+        entries = channel.held(client, ids)
         leased = [entry for entry in entries if entry.state is ItemState.LEASED]
         channel.finish(leased, name_of(client))
         for entry in entries:
@@ -163,9 +163,7 @@ class Broker:
 
     def on_release(self, client: str, seq: int, released: Ids) -> None:
         channel = self._channel(released.channel)
-        for entry in channel.held(
-            client, dict.fromkeys(released.ids)
-        ):  # one that came again may be named twice
+        for entry in channel.held(client, released.ids):
             if entry.state is ItemState.HELD:
                 self._forget(channel, entry)
             else:
@@ -173,7 +171,7 @@ class Broker:
 
     def on_give_back(self, client: str, seq: int, given: GiveBack) -> None:
         channel = self._channel(given.channel)
-        held = channel.held(client, dict.fromkeys(given.ids))
+        held = channel.held(client, given.ids)
         entries = [entry for entry in held if entry.state is ItemState.LEASED]
         if given.error:
             channel.num_redelivered += len(entries)

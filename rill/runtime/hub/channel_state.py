@@ -160,8 +160,8 @@ class ChannelState:
                 del self.by_key[entry.item.key]
 
     def held(self, client: str, ids: Iterable[int]) -> list[Entry]:
-        """Of these items, those that a client has."""
-        entries = [self.items.get(item_id) for item_id in ids]
+        """Of these items, those that a client has. One that came to it again may be named twice."""
+        entries = [self.items.get(item_id) for item_id in dict.fromkeys(ids)]
         return [entry for entry in entries if entry is not None and entry.holder == client]
 
     def front(self, last_epoch: int, max_items: int) -> list[Entry]:
