@@ -1,7 +1,7 @@
 """Bytes over TCP: a server of named bytes, and the client that fetches them in chunks.
 
     client ──[request, MAC]──▶ server          request: name, offset, bytes wanted, bytes to be signed, a fresh nonce
-           ◀─[status, MAC, size, chunk]──      a few requests ahead of the answers, whatever the size of the whole
+           ◀─[status, MAC, size, chunk]──      a few at a time, whatever the size of the whole
 
 Only requests with the key's MAC are answered, and an answer's MAC covers the request, the status, the size and the
 signed part of the chunk: what is unpickled or trusted is signed; nothing is encrypted. Serves payloads
