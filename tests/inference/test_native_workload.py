@@ -90,7 +90,7 @@ class LateRunner(CpuRunner):
         for row in np.flatnonzero(ids == IN_FLIGHT):
             ids[row] = last[int(first.slots_B[row])]
         turn = super().launch(steps)
-        for batch, tokens_S in zip(steps, turn.result().tokens_KS, strict=True):
+        for batch, tokens_S in zip(steps, turn().tokens_KS, strict=True):
             last |= dict(zip(batch.sampled_slots_S.tolist(), tokens_S.tolist()))
         return turn
 

@@ -91,7 +91,6 @@ class EngineControl:
         scheduler.blocks.flush()
         core.runner.free_cache()
         if level in (MemoryLevel.WEIGHTS, MemoryLevel.GRAPHS):
-            core.runner.drop_graphs()  # graphs hold the addresses of both; they are captured again on restore
             core.runner.offload_weights()
         self.released = level
 

@@ -22,7 +22,7 @@ from rill.errors import EngineError
 from rill.inference.base import EngineStats
 from rill.inference.native.batch import BatchBuilder, StepBatch
 from rill.inference.native.block_manager import BlockManager
-from rill.inference.native.model_runner import ModelRunner, PendingTurn, TopRows, TurnResult
+from rill.inference.native.model_runner import ModelRunner, PendingTurn, TurnResult
 from rill.inference.native.outlet import News, Outlet
 from rill.inference.native.scheduler import Chunk, NeedsResults, Scheduler, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence, Status
@@ -48,7 +48,7 @@ class EngineCore:
         config: NativeEngine.Config,
         max_context: int,
     ) -> None:
-        max_num_seqs, max_batched_tokens = runner.num_slots(config.max_num_seqs), config.max_batched_tokens
+        max_num_seqs, max_batched_tokens = runner.max_num_seqs, config.max_batched_tokens
         self.runner = runner
         self.outlet = outlet
         self.version = PolicyVersion(0)
@@ -187,7 +187,7 @@ class EngineCore:
         if pending is None:
             return False
         work, steps, turn = pending
-        result, first = turn.result(), steps[0]
+        result, first = turn(), steps[0]
         if work.drafts:
             taken = self._verify(work, result)
         else:
@@ -195,7 +195,7 @@ class EngineCore:
             numbers = zip(result.tokens_KS.T.tolist(), result.logprobs_KS.T.tolist(), strict=True)
             taken = [(t[:count], p[:count], count) for (t, p), count in zip(numbers, counts, strict=True)]
         self._sampled_tokens += sum(count for *_, count in taken)
-        news = self._append(work.decodes if work.drafts else first.sampled, taken, result.top)
+        news = self._append(work.decodes if work.drafts else first.sampled, taken, result)
         self._tally.add(num_generated_tokens=sum(len(seq.tokens) - before for seq, _, before in news))
         self._news += [(seq, reason) for seq, reason, _ in news]
         for scored, values in zip(first.scored, result.scores, strict=True):
@@ -226,7 +226,7 @@ class EngineCore:
         return taken
 
     def _append(
-        self, sampled: list[Sequence], taken: list[Taken], top: TopRows | None
+        self, sampled: list[Sequence], taken: list[Taken], result: TurnResult
     ) -> list[tuple[Sequence, StopReason | None, int]]:
         """Each sequence takes its tokens of the turn: (sequence, why it ended, how many it had before)."""
         version, blocks = int(self.version), self.scheduler.blocks
@@ -241,8 +241,9 @@ class EngineCore:
                 self._end(seq)
                 self.outlet.fail(seq, _not_numbers(seq, version))
                 continue
-            if seq.request.num_top_logprobs and top is not None:
-                seq.top.append(top.of(row, seq.request.num_top_logprobs))
+            if (count := seq.request.num_top_logprobs) and result.top is not None:
+                likely, values = result.top
+                seq.top.append((likely[row, :count].tolist(), values[row, :count].tolist()))
             reason = seq.extend(tokens, logprobs, version)
             if reason is not None:
                 self._end(seq)

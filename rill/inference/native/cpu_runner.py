@@ -12,35 +12,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rill.errors import UnsupportedError
-from rill.inference.native.model_runner import ModelRunner
-from rill.models.decode.shards import Shards
-from rill.models.eager import Probe
+from rill.inference.native.model_runner import LoadedModel, ModelRunner
 from rill.models.ops.cpu_kernels import CpuKernels, load_cpu_kernels
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.torch_kernels import TorchKernels
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from rill.inference.native.engine import NativeEngine
 
 
 class CpuRunner(ModelRunner):
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        probe: Probe,
-        config: NativeEngine.Config,
-        device: torch.device,
-        *,
-        max_len: int,
-        fuse: bool,
-        shards: Shards | None = None,
-    ) -> None:
-        super().__init__(model, probe, config, device, max_len=max_len, fuse=fuse, shards=shards)
+    def __init__(self, loaded: LoadedModel, config: NativeEngine.Config) -> None:
+        super().__init__(loaded, config)
         kernels = load_cpu_kernels()
-        if kernels is not None and not CpuKernels.supports(model.dtype, self.cache_shape.head_dim):
+        if kernels is not None and not CpuKernels.supports(self.model.dtype, self.cache_shape.head_dim):
             kernels = None
         self._cpu_kernels = kernels
         ops = kernels or TorchKernels()
@@ -49,14 +34,6 @@ class CpuRunner(ModelRunner):
             self.decoder = self.build_decoder(ops, invariant_linear if self.batch_invariant else None)
         if self.batch_invariant and self.decoder is None:
             self.use_modules()
-
-    def use_modules(self) -> None:
-        super().use_modules()
-        if self.batch_invariant:
-            raise UnsupportedError(
-                f"batch_invariant needs the fast path, which {self.model.config.model_type!r} in {self.model.dtype} "
-                "does not have here (it also needs a C++ compiler): set batch_invariant=false"
-            )
 
     def enter_thread(self) -> None:
         super().enter_thread()

@@ -15,25 +15,16 @@ Axes: N token of the flat batch, B sequence, S sampled row, V vocabulary.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from rill.errors import UnsupportedError
 from rill.inference.collector import CollectorHold
-from rill.inference.native.batch import ScoredRows, StepBatch, changed_places
+from rill.inference.native.batch import StepBatch, changed_places
 from rill.inference.native.decode_graphs import NUM_PROGRAMS, DecodeGraphs, sampling_columns
 from rill.inference.native.logit_edits import apply_edits
-from rill.inference.native.model_runner import (
-    SCORE_ROWS,
-    ModelRunner,
-    PendingTurn,
-    TopRows,
-    TurnResult,
-    refusal,
-)
+from rill.inference.native.model_runner import LoadedModel, ModelRunner, PendingTurn, TurnResult, refusal
 from rill.inference.native.offload import WeightOffload
 from rill.inference.native.sampler import SamplingBatch, likeliest, resample_masked
 from rill.inference.native.triton_sampler import TritonSampler
@@ -41,9 +32,7 @@ from rill.inference.native.upload import Array, Upload
 from rill.models.decode.attention_paged import PagedBatch
 from rill.models.decode.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, work_in_runs
 from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
-from rill.models.decode.shards import Shards
 from rill.models.decode.skinny import MAX_ROWS, SkinnyStages
-from rill.models.eager import Probe
 from rill.models.ops import triton_experts
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels
@@ -51,32 +40,9 @@ from rill.models.ops.triton_logprob import token_logprobs
 from rill.models.vision import VisualRows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from rill.inference.native.engine import NativeEngine
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class CudaTurn:
-    """A turn on its way: its numbers are in pinned memory once `done` has happened."""
-
-    done: torch.cuda.Event
-    num_steps: int
-    num_rows: int
-    numbers: torch.Tensor
-    scores: list[torch.Tensor]
-    top: tuple[torch.Tensor, torch.Tensor] | None
-
-    def result(self) -> TurnResult:
-        self.done.synchronize()
-        host = self.numbers.numpy()[: self.num_steps, :, : self.num_rows]
-        top = None if self.top is None else TopRows(*(t.cpu().numpy() for t in self.top))
-        # Copies: the buffer is written again while these are read.
-        return TurnResult(
-            host[:, 0].copy(), host[:, 1].copy().view(np.float32), [s.cpu().numpy() for s in self.scores], top
-        )
 
 
 class CudaRunner(ModelRunner):
@@ -85,27 +51,16 @@ class CudaRunner(ModelRunner):
     """A step of twice the sequences takes much less than twice the time, so a long tail of lengths ends sooner."""
     num_verified_rows = 64
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        probe: Probe,
-        config: NativeEngine.Config,
-        device: torch.device,
-        *,
-        max_len: int,
-        fuse: bool,
-        shards: Shards | None = None,
-    ) -> None:
-        super().__init__(model, probe, config, device, max_len=max_len, fuse=fuse, shards=shards)
+    def __init__(self, loaded: LoadedModel, config: NativeEngine.Config) -> None:
+        super().__init__(loaded, config)
+        device, calls = loaded.device, loaded.probe.calls
         batch_invariant, num_scheduler_steps = config.batch_invariant, config.num_scheduler_steps
-        max_num_seqs, max_batched_tokens = self.num_slots(config.max_num_seqs), config.max_batched_tokens
-        triton_experts.use_for(model)
-        self.max_num_seqs = max_num_seqs
-        shape = self.cache_shape
-        kinds = {(call.num_heads, *layer) for call, layer in zip(self.probe.calls, shape.layers, strict=True)}
+        max_num_seqs, max_batched_tokens = self.max_num_seqs, config.max_batched_tokens
+        triton_experts.use_for(self.model)
+        kinds = {(call.num_heads, *layer) for call, layer in zip(calls, self.cache_shape.layers, strict=True)}
         if len(kinds) > 1:
             raise refusal(
-                model,
+                self.model,
                 f"its layers differ in heads or their width ({sorted(kinds)}), which CUDA's kernels lack",
             )
         (num_heads, num_kv_heads, head_dim), = kinds  # fmt: skip
@@ -123,7 +78,7 @@ class CudaRunner(ModelRunner):
         self._skinny: SkinnyStages | None = None
         decoder, weight = self.decoder, self.head.weight
         # Its kernels join a product with what follows, and between ranks a sum comes in between.
-        is_alone = shards is None and not batch_invariant
+        is_alone = self.shards is None and not batch_invariant
         if decoder is not None and is_alone and SkinnyStages.supports(decoder, weight):
             self._skinny = SkinnyStages(decoder, weight)
         self._bank: LowRankBank | None = None
@@ -133,7 +88,7 @@ class CudaRunner(ModelRunner):
         self.uses_graphs = config.cuda_graphs
         self._sampler = TritonSampler(max_num_seqs, int(self.head.weight.shape[0]), device)
         # One row beyond the slots: padding of a graph's batch reads and writes there.
-        self._num_columns = -(-max_len // config.block_size)
+        self._num_columns = -(-loaded.max_len // config.block_size)
         self._tables = torch.zeros(max_num_seqs + 1, self._num_columns, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         shape_KS = (num_scheduler_steps, 2, max_num_seqs)
@@ -151,7 +106,7 @@ class CudaRunner(ModelRunner):
         self._graphs = DecodeGraphs(
             max_num_seqs, self._tables, self._upload, self._logits_of, self._stream,
             num_entries=max(1, NUM_PROGRAMS // num_kv_heads), is_invariant=batch_invariant,
-            shares_prefixes=not batch_invariant and all(call.rule.window == 0 for call in self.probe.calls),
+            shares_prefixes=not batch_invariant and all(call.rule.window == 0 for call in calls),
         )  # fmt: skip
         torch.cuda.synchronize(device)
 
@@ -191,18 +146,14 @@ class CudaRunner(ModelRunner):
 
     def free_cache(self) -> None:
         torch.cuda.synchronize(self.device)
-        self.drop_graphs()  # they hold the cache's addresses
+        self._graphs.drop()  # they hold the addresses of the cache, and of weights that may go next
         super().free_cache()
         torch.cuda.empty_cache()
 
-    def drop_graphs(self) -> None:
-        self._graphs.drop()
-
     def offload_weights(self) -> None:
         """A trainer that shares its parameters looks after their memory itself."""
-        if not self._fuse:
-            return
-        self._offload.offload((p.data for p in self.model.parameters()), self.device)
+        if self._loaded.is_owned:
+            self._offload.offload((p.data for p in self.model.parameters()), self.device)
 
     def reload_weights(self) -> None:
         self._offload.reload(self.device)
@@ -238,9 +189,19 @@ class CudaRunner(ModelRunner):
                     top = likeliest(logits_SV, batch.sampling)
                 self._sample(logits_SV, columns, batch.sampling, self._numbers[index])
         self._turn = (self._turn + 1) % len(self._host_numbers)
-        host = self._host_numbers[self._turn]
-        host[: len(steps)].copy_(self._numbers[: len(steps)], non_blocking=True)
-        return CudaTurn(self._stream.record_event(), len(steps), len(steps[0].sampled), host, scores, top)
+        host = self._host_numbers[self._turn][: len(steps)]
+        host.copy_(self._numbers[: len(steps)], non_blocking=True)
+        done = self._stream.record_event()
+
+        def read() -> TurnResult:
+            done.synchronize()
+            # Copies: the buffer is written again while these are read.
+            numbers = host.numpy()[:, :, : len(steps[0].sampled)]
+            tokens_KS, logprobs_KS = numbers[:, 0].copy(), numbers[:, 1].copy().view(np.float32)
+            likely = None if top is None else (top[0].cpu().numpy(), top[1].cpu().numpy())
+            return TurnResult(tokens_KS, logprobs_KS, [s.cpu().numpy() for s in scores], likely)
+
+        return read
 
     @torch.inference_mode()
     def follow(self, steps: list[StepBatch]) -> None:
@@ -261,11 +222,6 @@ class CudaRunner(ModelRunner):
     def use_modules(self) -> None:
         super().use_modules()
         self._skinny = None
-        if self.batch_invariant:
-            raise UnsupportedError(
-                f"batch_invariant needs the fast path, which {self.model.config.model_type!r} does not have: set "
-                "batch_invariant=false"
-            )
 
     def _adapter_numbers(self, batch: StepBatch) -> tuple[bool, Array | None]:
         """Whether a graph may compute this batch, and each row's adapter, where any has one."""
@@ -332,7 +288,7 @@ class CudaRunner(ModelRunner):
                 hidden_NE = self.run_modules(paged, ids, positions, visual)
             self.keep_experts(paged.slots_N)
         logits_SV = self._raw_logits(hidden_NE[rows_S]) if batch.sampled else hidden_NE[:0]
-        return logits_SV, columns, [self._score(hidden_NE, scored) for scored in batch.scored]
+        return logits_SV, columns, [self.score(hidden_NE, scored) for scored in batch.scored]
 
     def _upload_batch(
         self, batch: StepBatch
@@ -435,13 +391,8 @@ class CudaRunner(ModelRunner):
         if masked is not None:
             self._last_tokens[slots[masked].long()] = tokens_S[masked]
 
-    def _score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> torch.Tensor:
-        if scored.is_embedding:
-            return hidden_NE[scored.last_row].float()
-        parts = [torch.zeros(0, device=self.device)]
-        for start in range(0, len(scored.rows), SCORE_ROWS):
-            rows = torch.from_numpy(scored.rows[start : start + SCORE_ROWS]).to(self.device)
-            targets = torch.from_numpy(scored.targets[start : start + SCORE_ROWS]).to(self.device)
-            inverse = 1.0 / torch.full((len(rows),), scored.temperature or 1.0, device=self.device)
-            parts.append(token_logprobs(self._raw_logits(hidden_NE[rows]), targets, inverse))
-        return torch.cat(parts)
+    def token_logprobs(
+        self, hidden_SE: torch.Tensor, targets_S: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        inverse_S = 1.0 / torch.full((len(targets_S),), temperature, device=self.device)
+        return token_logprobs(self._raw_logits(hidden_SE), targets_S, inverse_S)

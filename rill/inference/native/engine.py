@@ -291,7 +291,6 @@ class NativeEngine:
         self._commands.call(
             "update_weights", lambda: self._control.update(tensors, version, partial, fence), MOVE_TIMEOUT_S
         )
-        self._runner.wait_in_caller()
 
     def rewind(self) -> None:
         self._commands.call("rewind", self._control.rewind)
@@ -410,7 +409,7 @@ class NativeEngine:
 def _num_blocks(runner: ModelRunner, config: NativeEngine.Config, max_context: int) -> int:
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    useful = runner.num_slots(config.max_num_seqs) * -(-max_context // config.block_size) + 1
+    useful = runner.max_num_seqs * -(-max_context // config.block_size) + 1
     affordable = int(runner.free_bytes() * config.kv_memory_fraction) // runner.cache_shape.block_bytes
     if affordable < 2:
         raise EngineError(

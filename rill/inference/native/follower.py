@@ -36,8 +36,8 @@ class Follower:
         self._runner.enter_thread()
         self._targets = self._runner.weight_targets()
         limit = context_limit(self._runner.model.config, config.max_context)
-        num_slots = self._runner.num_slots(config.max_num_seqs)
-        self._tables = np.zeros((num_slots, -(-limit // config.block_size)), dtype=np.int32)
+        size = (self._runner.max_num_seqs, -(-limit // config.block_size))
+        self._tables = np.zeros(size, dtype=np.int32)
 
     def do(self, method: str, args: tuple[Any, ...]) -> None:
         if method == "follow":

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -104,7 +104,7 @@ class LeadingRunner:
     """Stands for rank 0's runner: what changes a runner is done on every rank, all else on this one alone."""
 
     _EVERYWHERE = frozenset(
-        {"allocate_cache", "prepare", "offload_weights", "reload_weights", "drop_graphs", "finish_update"}
+        {"allocate_cache", "prepare", "offload_weights", "reload_weights", "finish_update"}
     )
 
     def __init__(self, own: ModelRunner, group: TensorGroup, followers: Followers) -> None:
@@ -117,7 +117,14 @@ class LeadingRunner:
 
     def launch(self, steps: list[StepBatch]) -> PendingTurn:
         self._followers.tell("follow", [told(step) for step in steps])
-        return LedTurn(self._own.launch(steps), self._followers)
+        turn = self._own.launch(steps)
+
+        def read() -> TurnResult:
+            result = turn()
+            self._followers.check()  # a turn that was let go of because a rank died holds no tokens
+            return result
+
+        return read
 
     def all_logits(self, batch: StepBatch) -> torch.Tensor:
         self._followers.tell("follow", [told(batch)])
@@ -146,17 +153,6 @@ class LeadingRunner:
     def _everywhere(self, name: str, *args: Any) -> None:
         self._followers.tell(name, *args)
         getattr(self._own, name)(*args)
-
-
-@dataclass(frozen=True, slots=True)
-class LedTurn:
-    turn: PendingTurn
-    followers: Followers
-
-    def result(self) -> TurnResult:
-        result = self.turn.result()
-        self.followers.check()  # a turn that was let go of because a rank died holds no tokens
-        return result
 
 
 def told(step: StepBatch) -> StepBatch:

@@ -2,7 +2,7 @@
 
 The base class is the CPU runner and the reference for others. It owns the model's modules, the KV cache tensors
 and the way from hidden states to tokens; the scheduler's decisions and the sequences' states are not its business.
-`launch` starts a turn and returns at once where the device allows it; `PendingTurn.result` waits for its numbers.
+`launch` starts a turn and returns at once where the device allows it; what it returns waits for the turn's numbers.
 
 The modules are Hugging Face's own. Where rill.models.decode.structure can describe the model, the same parameters are
 run through that shorter path instead of the modules' forward methods. self_check.py holds both against the modules.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,17 +55,6 @@ SCORE_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class TopRows:
-    """The likeliest tokens of each sampled row, [S, num_top], the largest first."""
-
-    tokens: npt.NDArray[np.integer[Any]]
-    logprobs: Floats
-
-    def of(self, row: int, count: int) -> tuple[list[int], list[float]]:
-        return self.tokens[row, :count].tolist(), self.logprobs[row, :count].tolist()
-
-
-@dataclass(frozen=True, slots=True)
 class TurnResult:
     """Of all steps K; a row that left the turn early has no meaning in the later ones."""
 
@@ -73,20 +62,11 @@ class TurnResult:
     logprobs_KS: Floats
     scores: list[Floats]
     """One array per ScoredRows of the first step."""
-    top: TopRows | None = None
-    """Of a turn of one step, where a sequence asked for them."""
+    top: tuple[npt.NDArray[np.integer[Any]], Floats] | None = None
+    """Tokens and log-probabilities [S, num_top], the likeliest first: of a turn of one step, where a sequence asked."""
 
 
-class PendingTurn(Protocol):
-    def result(self) -> TurnResult: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DoneTurn:
-    value: TurnResult
-
-    def result(self) -> TurnResult:
-        return self.value
+PendingTurn = Callable[[], TurnResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +87,21 @@ class CacheShape:
         return max(dim for _, dim in self.layers)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What a runner is made for."""
+
+    model: PreTrainedModel
+    probe: Probe
+    device: torch.device
+    max_len: int
+    """Tokens of the longest sequence."""
+    is_owned: bool
+    """The parameters are the runner's own and may be moved together."""
+    shards: Shards | None = None
+    """What this rank holds of a model that several hold together; `probe` is of that part."""
+
+
 class ModelRunner:
     uses_graphs = False
     is_overlapped = False
@@ -115,29 +110,18 @@ class ModelRunner:
     num_verified_rows = 16
     """Of a step that looks at drafts: so many cost little more than one."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        probe: Probe,
-        config: NativeEngine.Config,
-        device: torch.device,
-        *,
-        max_len: int,
-        fuse: bool,
-        shards: Shards | None = None,
-    ) -> None:
-        """`max_len`: of the longest sequence; `fuse`: the parameters are this runner's own and may be moved together.
-        `shards`: what this rank holds of a model that several hold together; `probe` is of that part."""
-        self.model, self.probe, self.shards = model, probe, shards
-        self.device = device
+    def __init__(self, loaded: LoadedModel, config: NativeEngine.Config) -> None:
+        self._loaded = loaded
+        self.model = model = loaded.model
+        self.device, self.shards = loaded.device, loaded.shards
+        self.max_num_seqs = config.max_num_seqs or self.usual_num_slots
         self.batch_invariant = config.batch_invariant
-        self._fuse, self._max_len = fuse, max_len
         self.head: Any = model.get_output_embeddings()
         self.backbone: Any = decoder_of(model)
         self.vision: VisionTower | None = None
         """Looks at pictures, where the model can and the engine has their reader."""
         self.logit_rule = LogitRule.of(model.config)
-        shapes = tuple((call.num_kv_heads, max(call.key_dim, call.value_dim)) for call in self.probe.calls)
+        shapes = tuple((call.num_kv_heads, max(call.key_dim, call.value_dim)) for call in loaded.probe.calls)
         self.cache_shape = CacheShape(shapes, model.dtype, config.block_size)
         self.cache = KVCache()
         self.kernels: FlatKernels = TorchKernels()
@@ -148,11 +132,6 @@ class ModelRunner:
         self._num_chosen = 0
         self.adapters = AdapterStore(model)
         self._quantized: dict[int, Writer] = {}
-
-    @classmethod
-    def num_slots(cls, configured: int | None) -> int:
-        """Sequences that may run at one time."""
-        return cls.usual_num_slots if configured is None else configured
 
     def allocate_cache(self, num_blocks: int) -> None:
         shape = self.cache_shape
@@ -182,8 +161,6 @@ class ModelRunner:
 
     def reload_weights(self) -> None: ...
 
-    def drop_graphs(self) -> None: ...
-
     def enter_thread(self) -> None:
         """Called once by the thread that will launch the steps."""
         torch.set_grad_enabled(False)
@@ -197,9 +174,6 @@ class ModelRunner:
 
     def wait_for(self, mark: object) -> None:
         """Steps and copies from here on come after the mark."""
-
-    def wait_in_caller(self) -> None:
-        """Work that the calling thread queues from here on comes after everything launched so far."""
 
     def weight_targets(self) -> WeightTargets:
         return WeightTargets(self.model, self.shards, quantized=self._quantized)
@@ -232,17 +206,14 @@ class ModelRunner:
                 rows = torch.from_numpy(batch.sampled_rows_S).to(self.device)
                 logits_SV = self.logits(hidden_NE[rows])
                 if batch.sampling.num_top:
-                    top = TopRows(*(t.numpy() for t in likeliest(logits_SV, batch.sampling)))
-                tokens_S, logprobs_S = self.sample(logits_SV, batch)
+                    tokens, logprobs = likeliest(logits_SV, batch.sampling)
+                    top = tokens.numpy(), logprobs.numpy()
+                tokens_S, logprobs_S = sample(logits_SV, batch.sampling)
                 tokens_KS[index, :num_rows] = tokens_S.numpy()
                 logprobs_KS[index, :num_rows] = logprobs_S.numpy()
-            scores += [
-                hidden_NE[scored.last_row].float().numpy()
-                if scored.is_embedding
-                else self.score(hidden_NE, scored)
-                for scored in batch.scored
-            ]
-        return DoneTurn(TurnResult(tokens_KS, logprobs_KS, scores, top))
+            scores += [self.score(hidden_NE, scored).numpy() for scored in batch.scored]
+        result = TurnResult(tokens_KS, logprobs_KS, scores, top)
+        return lambda: result
 
     @torch.inference_mode()
     def follow(self, steps: list[StepBatch]) -> None:
@@ -294,7 +265,8 @@ class ModelRunner:
 
     def build_decoder(self, ops: DecoderOps, linear: LinearFn | None = None) -> Decoder | None:
         """`linear`: batch-invariant products, which a model with experts cannot have throughout."""
-        structure = read_structure(self.model, self.probe, fuse=self._fuse, max_len=self._max_len)
+        held = self._loaded
+        structure = read_structure(held.model, held.probe, fuse=held.is_owned, max_len=held.max_len)
         if structure is None or (linear is not None and not structure.is_dense):
             return None
         return Decoder(structure, ops, linear, None if self.shards is None else self.shards.group)
@@ -322,6 +294,11 @@ class ModelRunner:
                 self.model, "the fast path computes something else, and only that runs on several ranks"
             )
         self.decoder = None
+        if self.batch_invariant:
+            raise UnsupportedError(
+                f"batch_invariant needs the fast path, which {self.model.config.model_type!r} in {self.model.dtype} "
+                "does not have here (on the CPU it also needs a C++ compiler): set batch_invariant=false"
+            )
 
     def visual_rows(self, batch: StepBatch) -> VisualRows | None:
         if batch.pictures is None:
@@ -350,26 +327,22 @@ class ModelRunner:
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
         return self.logit_rule(self.head(hidden_SE).float())
 
-    def sample(self, logits_SV: torch.Tensor, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return sample(logits_SV, batch.sampling)
-
-    def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> Floats:
-        """log p(target) of each row, a few rows at a time."""
-        parts = []
+    def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> torch.Tensor:
+        """log p(target) of each row, a few rows at a time; of an embedding, the last row."""
+        if scored.is_embedding:
+            return hidden_NE[scored.last_row].float()
+        parts = [torch.zeros(0, device=self.device)]
         for start in range(0, len(scored.rows), SCORE_ROWS):
             rows = torch.from_numpy(scored.rows[start : start + SCORE_ROWS]).to(self.device)
             targets = torch.from_numpy(scored.targets[start : start + SCORE_ROWS]).to(self.device)
-            parts.append(
-                self.score_rows(self.logits(hidden_NE[rows]), targets, scored.temperature).cpu().numpy()
-            )
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+            parts.append(self.token_logprobs(hidden_NE[rows], targets, scored.temperature or 1.0))
+        return torch.cat(parts)
 
-    def score_rows(
-        self, logits_SV: torch.Tensor, targets_S: torch.Tensor, temperature: float
+    def token_logprobs(
+        self, hidden_SE: torch.Tensor, targets_S: torch.Tensor, temperature: float
     ) -> torch.Tensor:
-        if temperature not in (0.0, 1.0):
-            logits_SV /= temperature
-        return logits_SV.log_softmax(-1).gather(1, targets_S[:, None])[:, 0]
+        logprobs_SV = self.logits(hidden_SE).div_(temperature).log_softmax(-1)
+        return logprobs_SV.gather(1, targets_S[:, None])[:, 0]
 
     def paged_batch(self, batch: StepBatch) -> PagedBatch:
         device = self.device

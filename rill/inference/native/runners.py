@@ -9,7 +9,7 @@ import torch
 
 from rill.errors import ConfigError, UnsupportedError
 from rill.inference.native.cpu_runner import CpuRunner
-from rill.inference.native.model_runner import ModelRunner, refusal
+from rill.inference.native.model_runner import LoadedModel, ModelRunner, refusal
 from rill.inference.native.self_check import Case, check_quantized, check_runner, expected_logits
 from rill.models.decode.attention_paged import register_paged_attention
 from rill.models.decode.shards import shard_model
@@ -49,7 +49,6 @@ def load_runner(
 ) -> tuple[ModelRunner, list[Case]]:
     """A runner, and what it is to be held against. `group`: the ranks that hold the model together."""
     device = group.device if group else device_of(config.device if model is None else str(model.device))
-    fuse = model is None or owns_model  # parameters that someone else holds stay where they are
     own = _modules(config, model, device, on_host=group is not None)
     max_len = context_limit(own.config, config.max_context)
     try:
@@ -61,13 +60,15 @@ def load_runner(
     if group:
         probe, shards = shard_model(own, probe, group)
         own.to(device=device)
+    # Parameters that someone else holds stay where they are.
+    loaded = LoadedModel(own, probe, device, max_len, model is None or owns_model, shards)
     runner: ModelRunner
     if device.type == "cuda":
         from rill.inference.native.cuda_runner import CudaRunner
 
-        runner = CudaRunner(own, probe, config, device, max_len=max_len, fuse=fuse, shards=shards)
+        runner = CudaRunner(loaded, config)
     else:
-        runner = CpuRunner(own, probe, config, device, max_len=max_len, fuse=fuse, shards=shards)
+        runner = CpuRunner(loaded, config)
     if config.routed_experts:
         runner.record_experts()
     if has_tower(own):
