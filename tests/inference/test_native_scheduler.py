@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import numpy as np
 import pytest
 
@@ -37,7 +35,6 @@ class Turns:
                     request=request,
                     seed=0,
                     arrival=self._num_made,
-                    future=Future(),
                     tokens=tokens,
                     num_prompt=8,
                     max_tokens=500,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,7 +66,6 @@ class Admission:
             request=request,
             seed=hash_seed(params.seed) if params.seed is not None else hash_seed(self._seed, arrival + 1),
             arrival=arrival,
-            future=Future(),
             on_delta=on_delta,
             stop_matcher=matcher,
             eos_ids=eos_ids,
@@ -98,7 +96,6 @@ class Admission:
             request=request,
             seed=0,
             arrival=arrival,
-            future=Future(),
             tokens=tokens,
             num_prompt=len(tokens),
             max_tokens=len(tokens) + 1,

@@ -95,10 +95,7 @@ class EngineCore:
         wanted = list(self.live) if ids is None else [i for i in ids if i in self.live]
         for seq in [self.live[i] for i in wanted]:
             self._end(seq)
-            if isinstance(seq, ScoredSequence):
-                self.outlet.fail(seq, EngineError("scoring was aborted"))
-            else:
-                self.outlet.deliver([(seq, StopReason.ABORTED)])
+            self.outlet.abort(seq, "scoring was aborted")
 
     def step(self) -> None:
         """schedule -> run -> postprocess. The device has its next turn before anybody hears of the last one."""
@@ -149,11 +146,8 @@ class EngineCore:
         """End everything without another step, and give the cache back."""
         self._deliver()
         self._pending = None
-        for seq in list(self.live.values()):
-            if isinstance(seq, ScoredSequence):
-                self.outlet.fail(seq, EngineError("the engine closed"))
-            else:
-                self.outlet.deliver([(seq, StopReason.ABORTED)])
+        for seq in self.live.values():
+            self.outlet.abort(seq, "the engine closed")
         self.live.clear()
         self.runner.free_cache()
 

@@ -49,7 +49,7 @@ from rill.inference.native.control import EngineControl
 from rill.inference.native.core import EngineCore
 from rill.inference.native.followers import lead
 from rill.inference.native.model_runner import ModelRunner
-from rill.inference.native.outlet import CallerOutlet
+from rill.inference.native.outlet import Outlet
 from rill.inference.native.runners import build_runner, context_limit
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.requests import wait_for_all
@@ -185,7 +185,7 @@ class NativeEngine:
         limit = context_limit(self._runner.model.config, config.max_context)
         num_blocks = _num_blocks(self._runner, config, limit)
         self.max_context = min(limit, (num_blocks - 1) * config.block_size)
-        self._outlet = CallerOutlet()
+        self._outlet = Outlet()
         self._core = EngineCore(
             self._runner,
             BlockManager(num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache),
@@ -385,7 +385,7 @@ class NativeEngine:
             )
         self._post_sequences(what, sequences)
         return wait_for_all(
-            [seq.scored for seq in sequences],
+            [seq.future for seq in sequences],
             timeout_s,
             what=what,
             abort=lambda: self.abort([seq.id for seq in sequences]),

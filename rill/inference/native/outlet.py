@@ -4,7 +4,7 @@
                                                    Outlet.fail / .score
 
 Called by the engine's thread alone, once a step, after the sequences hold their new tokens and before anybody outside
-has seen one. Whatever must know of every token first (a write-ahead log, say) is an Outlet around this one.
+has seen one. Whatever must know of every token first (a write-ahead log, say) extends it.
 
 Request ids are taken here too, by the callers' threads: an id is in use from submit() until its end was delivered.
 """
@@ -15,9 +15,8 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future
-from typing import Any, Protocol
 
+from rill.errors import EngineError
 from rill.inference.base import Delta
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.requests import check_ids
@@ -30,22 +29,8 @@ News = tuple[Sequence, StopReason | None]
 """A sequence with tokens that were not yet delivered; with a reason, one that has ended."""
 
 
-class Outlet(Protocol):
-    def deliver(self, news: Iterable[News]) -> None:
-        """All that one step brought. seq.num_reported tells how many of a streamed sequence's tokens are out."""
-        ...
-
-    def score(self, seq: ScoredSequence) -> None:
-        """All of its scores are known."""
-        ...
-
-    def fail(self, seq: Sequence, error: BaseException) -> None:
-        """It ends without a result."""
-        ...
-
-
-class CallerOutlet:
-    """To the callers: on_delta, and the futures that submit() and score() returned."""
+class Outlet:
+    """To the callers: on_delta, and the futures that submit() and score() wait for."""
 
     def __init__(self) -> None:
         self._ids: set[str] = set()
@@ -59,6 +44,7 @@ class CallerOutlet:
             self._ids.update(given)
 
     def deliver(self, news: Iterable[News]) -> None:
+        """All that one step brought. seq.num_reported tells how many of a streamed sequence's tokens are out."""
         now = time.monotonic()
         for seq, reason in news:
             if seq.on_delta is not None and (reason is not None or now >= seq.next_delta_at):
@@ -71,14 +57,22 @@ class CallerOutlet:
                     seq.future.set_result(seq.completion(reason))
 
     def score(self, seq: ScoredSequence) -> None:
-        seq.scored.set_result(seq.scores)
+        """All of its scores are known."""
+        seq.future.set_result(seq.scores)
+
+    def abort(self, seq: Sequence, reason: str) -> None:
+        """It ends with the tokens so far; what was scored, without a result."""
+        if seq.is_scored:
+            self.fail(seq, EngineError(reason))
+        else:
+            self.deliver([(seq, StopReason.ABORTED)])
 
     def fail(self, seq: Sequence, error: BaseException) -> None:
+        """It ends without a result."""
         with self._lock:
             self._ids.discard(seq.id)
-        future: Future[Any] = seq.scored if isinstance(seq, ScoredSequence) else seq.future
-        if not future.done() and future.set_running_or_notify_cancel():
-            future.set_exception(error)
+        if not seq.future.done() and seq.future.set_running_or_notify_cancel():
+            seq.future.set_exception(error)
 
     def _tell(self, seq: Sequence, delta: Delta) -> None:
         assert seq.on_delta is not None

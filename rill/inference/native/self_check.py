@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from rill.inference.native.batch import Int32s, Int64s, StepBatch
+from rill.inference.base import Request
+from rill.inference.native.batch import BatchBuilder, Int64s
 from rill.inference.native.model_runner import ModelRunner, refusal
-from rill.inference.native.sampler import SamplingBatch
+from rill.inference.native.scheduler import Chunk, Work
+from rill.inference.native.sequence import Sequence
 from rill.models.eager import TOLERANCES, check_tokens, difference, eager_logits, has_tower
 from rill.models.pictures import rope_positions
-from rill.models.vision import CheckPicture, PictureRows, PictureSpan, check_picture
-from rill.types import Picture
+from rill.models.vision import CheckPicture, check_picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,58 +96,26 @@ def _largest(runner: ModelRunner, cases: list[Case]) -> float:
 @torch.inference_mode()
 def _logits(runner: ModelRunner, ids: Int64s, place: int | CheckPicture) -> torch.Tensor:
     """`place`: where the first token stands, or the picture that is among them."""
-    first = place if isinstance(place, int) else 0
+    first, tokens = 0, ids.tolist()
+    seq = Sequence(request=Request(id="check", token_ids=ids), seed=0, arrival=0, tokens=tokens, slot=0)
     if isinstance(place, CheckPicture):
         assert runner.vision is not None
         runner.vision.remember(place.picture.key, place.arguments["pixel_values"], place.grid)
+        seq.request = replace(seq.request, pictures=(place.picture,))
+        seq.rope = rope_positions(len(tokens), [place.picture])
+    else:
+        first = place
     size = runner.cache_shape.block_size
-    num_blocks = -(-len(ids) // size)
-    runner.allocate_cache(num_blocks + 1)
-    table = np.arange(1, num_blocks + 1, dtype=np.int32)[None]  # block 0 is a bin
+    seq.block_ids = list(range(1, -(-len(tokens) // size) + 1))  # block 0 is a bin
+    builder = BatchBuilder(1, len(seq.block_ids), size)
+    runner.allocate_cache(len(seq.block_ids) + 1)
+    parts = []
     try:
-        steps = [
-            _batch(ids, begin, end, first, table, size)
-            for begin, end in zip(CUTS, CUTS[1:], strict=False)
-            if end <= len(ids)
-        ]
-        if isinstance(place, CheckPicture):
-            steps = [_with_picture(step, place.picture, len(ids)) for step in steps]
-        parts = [runner.all_logits(step).float() for step in steps]
+        for begin, end in pairwise(cut for cut in CUTS if cut <= len(tokens)):
+            seq.num_computed = end
+            chunk = Chunk(seq, begin, end - begin, is_last=False)
+            [step] = builder.build(Work([], [], [], [chunk], has_special=False))
+            parts.append(runner.all_logits(replace(step, positions_N=step.positions_N + first)).float())
     finally:
         runner.free_cache()
     return torch.cat(parts)
-
-
-def _batch(ids: Int64s, begin: int, end: int, first: int, table: Int32s, size: int) -> StepBatch:
-    at = np.arange(begin, end, dtype=np.int64)
-    nothing = np.zeros(0, dtype=np.float32)
-    return StepBatch(
-        token_ids_N=ids[begin:end],
-        positions_N=at + first,
-        kv_slots_N=table[0, at // size].astype(np.int64) * size + at % size,
-        slots_B=np.zeros(1, dtype=np.int32),
-        query_starts_B1=np.array([0, end - begin], dtype=np.int32),
-        context_lens_B=np.array([end], dtype=np.int32),
-        tables=table,
-        prefix_blocks=np.zeros(1, dtype=np.int32),
-        table_updates=[(0, 0, table.shape[1])],
-        num_decodes=int(end - begin == 1),
-        sampled=[],
-        sampled_rows_S=np.zeros(0, dtype=np.int64),
-        sampled_slots_S=np.zeros(0, dtype=np.int32),
-        sampling=SamplingBatch(
-            temperature_S=nothing, top_k_S=nothing.astype(np.int32), top_p_S=nothing, min_p_S=nothing,
-            uniform_S=nothing.astype(np.float64), edits=None,
-        ),
-        scored=[],
-        block_size=size,
-        adapters={},
-    )  # fmt: skip
-
-
-def _with_picture(step: StepBatch, picture: Picture, length: int) -> StepBatch:
-    begin, end = int(step.positions_N[0]), int(step.positions_N[-1]) + 1
-    positions_3T, _ = rope_positions(length, [picture])
-    first, last = max(picture.start, begin), min(picture.end, end)
-    spans = [PictureSpan(picture, first - begin, first - picture.start, last - first)] if first < last else []
-    return replace(step, pictures=PictureRows(spans, positions_3T[:, begin:end].copy()))

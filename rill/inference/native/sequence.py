@@ -46,7 +46,8 @@ class Sequence:
     seed: int
     arrival: int
     """Counts submissions; ties of priority are served in this order."""
-    future: Future[Completion]
+    future: Future[Any] = field(default_factory=Future)
+    """Of its Completion, or of what was computed for a ScoredSequence."""
     on_delta: Callable[[Delta], None] | None = None
     stop_matcher: StopMatcher | None = None
     eos_ids: frozenset[int] = frozenset()
@@ -191,4 +192,3 @@ class ScoredSequence(Sequence):
     is_embedding: bool = False
     """What is wanted is the hidden state of its last token."""
     scores: Floats = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    scored: Future[Floats] = field(default_factory=Future)
