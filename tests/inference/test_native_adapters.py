@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rill.errors import ModelError, RequestError, UnsupportedError
 from rill.models.lora import LoRAConfig, add_lora, save_adapter
@@ -75,35 +76,42 @@ def test_modules_may_have_a_rank_and_an_alpha_of_their_own(tmp_path: Path) -> No
     from rill.inference.native.adapters import read_adapter
 
     write_adapter(tmp_path, 1)
-    plain, scale = read_adapter(tmp_path)
+    plain = read_adapter(tmp_path)
     path = tmp_path / "adapter_config.json"
     description = json.loads(path.read_text())
     # PEFT: a key is the end of a module's name, or a regular expression of it.
     description |= {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.1\.self_attn\..*": 24}}
     path.write_text(json.dumps(description))
-    found, base = read_adapter(tmp_path)
-    assert base == scale == 8 / 4
+    found = read_adapter(tmp_path)
     wanted = {"layers.0.self_attn.q_proj": 8 / 2, "layers.1.self_attn.q_proj": 24 / 2}
     wanted |= {"layers.1.self_attn.k_proj": 24 / 4, "layers.0.mlp.up_proj": 8 / 4}
     for module, own in wanted.items():
-        key = f"base_model.model.model.{module}.lora_B.weight"
-        torch.testing.assert_close(found[key] * base, plain[key] * own)
+        (down, up), (plain_down, plain_up) = found[f"model.{module}"], plain[f"model.{module}"]
+        assert torch.equal(down, plain_down)
+        torch.testing.assert_close(up, plain_up / (8 / 4) * own)
 
 
-def test_an_adapter_that_does_not_fit_is_refused() -> None:
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    layer, A, B = "model.layers.0.self_attn.q_proj", torch.zeros(2, 32), torch.zeros(32, 2)
+    wrong = {
+        "belongs to no linear layer": {"model.ghost.lora_A.weight": A, "model.ghost.lora_B.weight": B},
+        "only A": {f"{layer}.lora_A.weight": A},
+        "no half": {f"{layer}.weight": A},
+        "do not fit": {f"{layer}.lora_A.weight": A, f"{layer}.lora_B.weight": B.T.contiguous()},
+    }
+    write_adapter(tmp_path, 1)
     engine = make_engine()
     try:
-        with pytest.raises(ModelError, match="belongs to no linear layer"):
-            engine.load_adapter("x", {"model.ghost.lora_A.weight": torch.zeros(2, 2)}, scale=1.0)
-        with pytest.raises(ModelError, match="only A"):
-            engine.load_adapter(
-                "x", {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2, 32)}, scale=1.0
-            )
+        for words, tensors in wrong.items():
+            save_file(tensors, tmp_path / "adapter_model.safetensors")
+            with pytest.raises(ModelError, match=words):
+                engine.load_adapter("x", tmp_path)
+        assert engine.adapters == frozenset()
     finally:
         engine.close()
     invariant = make_engine(batch_invariant=True)
     try:
         with pytest.raises(UnsupportedError):
-            invariant.load_adapter("x", {}, scale=1.0)
+            invariant.load_adapter("x", tmp_path)
     finally:
         invariant.close()

@@ -14,6 +14,7 @@ from rill.inference.base import Delta, Request
 from rill.inference.native.detokenizer import StopMatcher, plain_decode
 from rill.inference.native.guide import GuideMatcher, Guides
 from rill.inference.native.logit_edits import SequenceEdits
+from rill.inference.native.model_runner import ModelRunner
 from rill.inference.native.sampler import hash_seed
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.requests import check_adapter, check_pictures, check_request, check_tokens
@@ -26,24 +27,17 @@ if TYPE_CHECKING:
 
 class Admission:
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        max_context: int,
-        seed: int,
-        picture_id: int | None = None,
+        self, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None, max_context: int, seed: int
     ) -> None:
-        """`picture_id`: the placeholder of pictures; None: the model reads none."""
-        self._tokenizer = tokenizer
         self._max_context = max_context
         self._seed = seed
-        self._picture_id = picture_id
+        self._picture_id = None if runner.vision is None else runner.vision.token_id
+        self._adapters = runner.adapters
         self._counter = itertools.count()
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self._eos_ids = _eos_ids(model, tokenizer)
+        self.vocab_size = int(runner.model.config.get_text_config().vocab_size)
+        self._eos_ids = _eos_ids(runner.model, tokenizer)
         self._decode = None if tokenizer is None else plain_decode(tokenizer)
         self._guides = None if tokenizer is None else Guides(tokenizer, self._eos_ids, self.vocab_size)
-        self.adapters: frozenset[str] = frozenset()
 
     def sequence(self, request: Request, on_delta: Callable[[Delta], None] | None) -> Sequence:
         params = request.sampling
@@ -88,7 +82,7 @@ class Admission:
         arrival = next(self._counter)
         request = Request(id=f"<score {arrival}>", token_ids=np.asarray(token_ids), adapter=adapter)
         check_tokens(request, max_tokens=self._max_context, vocab_size=self.vocab_size)
-        check_adapter(request, self.adapters)
+        check_adapter(request, self._adapters.names)
         if not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError(f"score: temperature {temperature} is not a number of 0 or more")
         tokens = request.token_ids.tolist()
@@ -118,12 +112,12 @@ class Admission:
             request,
             max_context=self._max_context,
             vocab_size=self.vocab_size,
-            adapters=self.adapters,
+            adapters=self._adapters.names,
             takes_pictures=self._picture_id is not None,
         )
         if self._picture_id is not None:
             check_pictures(request, self._picture_id)
-        if request.sampling.stop and self._tokenizer is None:
+        if request.sampling.stop and self._decode is None:
             raise RequestError(
                 f"request {request.id}: stop strings need a tokenizer, and this engine was given none"
             )

@@ -9,17 +9,13 @@ Runs in the engine's thread, as commands. An engine computes steps unless it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from rill.errors import EngineError, WeightSyncError
 from rill.inference.base import MemoryLevel, NamedTensors, PauseMode
 from rill.inference.native.core import EngineCore
+from rill.models.decode.low_rank import AdapterTensors
 from rill.types import PolicyVersion
-
-if TYPE_CHECKING:
-    import torch
 
 
 class EngineControl:
@@ -142,17 +138,14 @@ class EngineControl:
 
     # --- adapters ----------------------------------------------------------------------------------------
 
-    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> frozenset[str]:
-        """The names of all adapters that are loaded then."""
+    def load_adapter(self, name: str, tensors: AdapterTensors) -> None:
         core = self._core
         core.drain()
         for seq in [s for s in core.scheduler.running if s.request.adapter == name]:
             core.scheduler.preempt(seq)  # what it has in the cache came from the adapter's old weights
-        core.runner.adapters.load(name, tensors, scale)
-        return core.runner.adapters.names
+        core.runner.adapters.load(name, tensors)
 
-    def unload_adapter(self, name: str) -> frozenset[str]:
+    def unload_adapter(self, name: str) -> None:
         core = self._core
         core.abort([i for i, seq in core.live.items() if seq.request.adapter == name])
         core.runner.adapters.unload(name)
-        return core.runner.adapters.names

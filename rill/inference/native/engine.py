@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from rill.config import PartConfig
-from rill.errors import ConfigError, EngineDiedError, EngineError, ModelError, StuckError, UnsupportedError
+from rill.errors import ConfigError, EngineDiedError, EngineError, StuckError, UnsupportedError
 from rill.inference.base import (
     Completion,
     Delta,
@@ -57,8 +57,7 @@ from rill.models.loading import ModelConfig, load_tokenizer
 from rill.types import Floats, PolicyVersion, TokenIds
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 PREPARE_TIMEOUT_S = 600.0
@@ -152,16 +151,14 @@ class NativeEngine:
         *,
         model: PreTrainedModel | None = None,
         owns_model: bool = False,
-        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """`model`: an already loaded module whose parameters are used in place, e.g. the trainer's.
 
         `owns_model`: nobody else holds its parameters, so they may be moved to lie together, which is faster.
         """
         self.config = config
-        if tokenizer is None and (config.model.tokenizer or config.model.path):
-            tokenizer = load_tokenizer(config.model)
-        self.tokenizer = tokenizer
+        has_tokenizer = config.model.tokenizer or config.model.path
+        self.tokenizer = load_tokenizer(config.model) if has_tokenizer else None
         if config.tensor_parallel_size == 1:
             self._runner = build_runner(config, model, owns_model=owns_model)
         elif model is None:
@@ -173,7 +170,7 @@ class NativeEngine:
         self._commands = CommandQueue(lambda: self._control.describe())
         self._thread = threading.Thread(target=self._loop, name="rill-native-engine", daemon=True)
         try:
-            self._assemble(config, tokenizer)
+            self._assemble(config)
             self._thread.start()
             self._runner.watch(self._commands.close)
             self._commands.call("prepare", self._runner.prepare, PREPARE_TIMEOUT_S)
@@ -181,7 +178,7 @@ class NativeEngine:
             self.close()  # nobody else will get hold of the thread, or of other processes
             raise
 
-    def _assemble(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def _assemble(self, config: Config) -> None:
         limit = context_limit(self._runner.model.config, config.max_context)
         num_blocks = _num_blocks(self._runner, config, limit)
         self.max_context = min(limit, (num_blocks - 1) * config.block_size)
@@ -195,11 +192,7 @@ class NativeEngine:
         )
         self._control = EngineControl(self._core)
         self._runner.allocate_cache(num_blocks)
-        vision = self._runner.vision
-        picture_id = None if vision is None else vision.token_id
-        self._admission = Admission(
-            self._runner.model, tokenizer, self.max_context, config.seed, picture_id=picture_id
-        )
+        self._admission = Admission(self._runner, self.tokenizer, self.max_context, config.seed)
         self.vocab_size = self._admission.vocab_size
 
     # --- what it is --------------------------------------------------------------------------------------
@@ -221,7 +214,7 @@ class NativeEngine:
 
     @property
     def adapters(self) -> frozenset[str]:
-        return self._admission.adapters
+        return self._runner.adapters.names
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -295,27 +288,17 @@ class NativeEngine:
     def rewind(self) -> None:
         self._commands.call("rewind", self._control.rewind)
 
-    def load_adapter(
-        self, name: str, source: str | Path | Mapping[str, torch.Tensor], *, scale: float | None = None
-    ) -> None:
-        """Serve a LoRA adapter, in place of one of the same name: a PEFT folder, or a state dict and its scale."""
+    def load_adapter(self, name: str, source: str | Path) -> None:
         if Feature.LORA not in self.features:
             raise UnsupportedError(
                 "adapters run outside of the batch-invariant path, on one rank and beside weights that are not "
                 "quantised: set batch_invariant=false, tensor_parallel_size=1, quantization and kv_cache_dtype unset"
             )
-        if isinstance(source, str | Path):
-            tensors, own_scale = read_adapter(source)
-            scale = own_scale if scale is None else scale
-        else:
-            tensors = dict(source)
-        if scale is None:
-            raise ModelError(f"adapter {name!r} comes as tensors, so give its scale: alpha / rank")
-        self._commands.call("load_adapter", lambda: self._set_adapter(name, tensors, scale))
+        tensors = read_adapter(source)
+        self._commands.call("load_adapter", lambda: self._control.load_adapter(name, tensors))
 
     def unload_adapter(self, name: str) -> None:
-        """Requests that still use it are aborted."""
-        self._commands.call("unload_adapter", lambda: self._unload_adapter(name))
+        self._commands.call("unload_adapter", lambda: self._control.unload_adapter(name))
 
     def flush(self) -> None:
         self._commands.call("flush", self._core.scheduler.blocks.flush)
@@ -391,12 +374,6 @@ class NativeEngine:
             abort=lambda: self.abort([seq.id for seq in sequences]),
             describe=self._control.describe,
         )
-
-    def _set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
-        self._admission.adapters = self._control.set_adapter(name, tensors, scale)
-
-    def _unload_adapter(self, name: str) -> None:
-        self._admission.adapters = self._control.unload_adapter(name)
 
     def _check_available(self) -> None:
         self._commands.check_open()
