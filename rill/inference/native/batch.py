@@ -12,7 +12,8 @@ Axes: N token of the flat batch, B sequence, S sampled row, M block-table column
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,6 @@ from rill.inference.native.sampler import SamplingBatch, uniforms
 from rill.inference.native.scheduler import Chunk, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.models.vision import PictureRows, PictureSpan
-from rill.types import SamplingParams
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -65,10 +65,10 @@ class StepBatch:
     """Index into N of each sampled sequence's newest token."""
     sampled_slots_S: Int32s
     sampling: SamplingBatch
-    scored: list[ScoredRows]
     block_size: int
     adapters: dict[str, Int64s]
     """Rows of the flat batch by adapter; empty when all use the base model."""
+    scored: list[ScoredRows] = field(default_factory=list)
     pictures: PictureRows | None = None
     """Where a prompt has some; positions_N then holds for generated tokens alone."""
 
@@ -100,8 +100,8 @@ class BatchBuilder:
         self.block_size = block_size
         self.has_adapters = False
         """Whether any sequence could use one."""
-        self._owner: list[Sequence | None] = [None] * max_num_seqs
-        self._admission = [0] * max_num_seqs
+        self._seated: list[tuple[Sequence, int] | None] = [None] * max_num_seqs
+        """Whose row it is, and how often that had been preempted when it came."""
         self._num_blocks = [0] * max_num_seqs
         self._tables = np.full((max_num_seqs, max_blocks_per_seq), NULL_BLOCK, dtype=np.int32)
         self._prefix_blocks = np.zeros(max_num_seqs, dtype=np.int32)
@@ -115,6 +115,8 @@ class BatchBuilder:
 
     def build(self, work: Work) -> list[StepBatch]:
         """The steps of a turn, first to last."""
+        for seq in work.grown:
+            self._extend_table(seq)
         if work.drafts:
             return [self._verification(work)]
         first = self._first(work)
@@ -122,106 +124,76 @@ class BatchBuilder:
         num_steps = work.counts[0] if work.counts else 1
         return [first, *(self._later(first, work, counts_B, step) for step in range(1, num_steps))]
 
+    def _first(self, work: Work) -> StepBatch:
+        """Sequences with one token come first; the order is otherwise the scheduler's."""
+        decodes, chunks = work.decodes, sorted(work.chunks, key=lambda chunk: chunk.length > 1)
+        for chunk in chunks:
+            self._seat(chunk.seq)
+        seqs = decodes + [c.seq for c in chunks]
+        slots_B = np.array([seq.slot for seq in seqs], dtype=np.int32)
+        ends_B = np.array([seq.num_computed for seq in seqs], dtype=np.int64)
+        ends_B[: len(decodes)] -= np.array(work.counts, dtype=np.int64) - 1
+        step = self._step(seqs, _token_ids(decodes, ends_B, chunks), slots_B, ends_B, work, chunks)
+        firsts = step.query_starts_B1[len(decodes) : -1]
+        step.scored = [
+            _scored_rows(c, int(row)) for c, row in zip(chunks, firsts, strict=True) if c.seq.is_scored
+        ]
+        step.pictures = _picture_rows(chunks, firsts, step.positions_N)
+        return step
+
     def _later(self, first: StepBatch, work: Work, counts_B: Int64s, step: int) -> StepBatch:
         """A turn's later step: those that are left are the first rows, one position further each time."""
-        num_left = int(np.count_nonzero(counts_B > step))
-        return self._single_rows(
-            work.decodes[:num_left],
-            token_ids_N=np.full(num_left, IN_FLIGHT, dtype=np.int64),
-            slots_N=first.slots_B[:num_left],
-            index_N=first.context_lens_B[:num_left].astype(np.int64) - 1 + step,
-            adapters={name: rows[rows < num_left] for name, rows in first.adapters.items()},
-        )
+        left = slice(int(np.count_nonzero(counts_B > step)))
+        ends_B = first.context_lens_B[left].astype(np.int64) + step
+        ids_N = np.full(len(ends_B), IN_FLIGHT, dtype=np.int64)
+        adapters = {name: rows[rows < len(ends_B)] for name, rows in first.adapters.items()}
+        return self._step(work.decodes[left], ids_N, first.slots_B[left], ends_B, work, adapters=adapters)
 
     def _verification(self, work: Work) -> StepBatch:
         """Each sequence's newest token and its draft, a row each."""
-        for seq in work.grown:
-            self._extend_table(seq)
-        seqs = work.decodes
-        row_N = np.repeat(np.arange(len(seqs)), work.counts)
-        ids = [
-            token for seq, draft in zip(seqs, work.drafts, strict=True) for token in (seq.tokens[-1], *draft)
-        ]
-        index = [at for seq in seqs for at in range(len(seq.tokens) - 1, seq.num_computed)]
-        return self._single_rows(
-            [seqs[row] for row in row_N],
-            token_ids_N=np.array(ids, dtype=np.int64),
-            slots_N=np.array([seq.slot for seq in seqs], dtype=np.int32)[row_N],
-            index_N=np.array(index, dtype=np.int64),
-            adapters=_adapter_rows(seqs, row_N) if self.has_adapters else {},
-        )
+        drafts = zip(work.decodes, work.drafts, strict=True)
+        ids = [token for seq, draft in drafts for token in (seq.tokens[-1], *draft)]
+        ends = [end for seq in work.decodes for end in range(len(seq.tokens), seq.num_computed + 1)]
+        seqs = [seq for seq, count in zip(work.decodes, work.counts, strict=True) for _ in range(count)]
+        slots_B = np.array([seq.slot for seq in seqs], dtype=np.int32)
+        ids_N, ends_B = np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64)
+        return self._step(seqs, ids_N, slots_B, ends_B, work)
 
-    def _single_rows(
+    def _step(
         self,
-        sampled: list[Sequence],
-        *,
+        seqs: list[Sequence],
         token_ids_N: Int64s,
-        slots_N: Int32s,
-        index_N: Int64s,
-        adapters: dict[str, Int64s],
+        slots_B: Int32s,
+        ends_B: Int64s,
+        work: Work,
+        chunks: Sequence_[Chunk] = (),
+        adapters: dict[str, Int64s] | None = None,
     ) -> StepBatch:
-        """A step in which every row has one token, index_N of its sequence, and samples the next."""
-        size, num_rows = self.block_size, len(index_N)
+        """Each row computes the last of the first ends_B tokens of its sequence; the last rows, the chunks that end so."""
+        size, rows_B, begun = self.block_size, np.arange(len(seqs)), slice(len(seqs) - len(chunks), None)
+        query_starts_B1 = np.arange(len(seqs) + 1, dtype=np.int32)
+        row_N, index_N = rows_B, ends_B - 1
+        if chunks:
+            lengths_B = np.ones_like(ends_B)
+            lengths_B[begun] = [c.length for c in chunks]
+            np.cumsum(lengths_B, out=query_starts_B1[1:])
+            row_N = np.repeat(rows_B, lengths_B)
+            index_N = np.arange(len(row_N)) - query_starts_B1[row_N] + (ends_B - lengths_B)[row_N]
+        slots_N = slots_B[row_N]
         blocks_N = self._tables[slots_N, index_N // size].astype(np.int64)
+        sampled, rows_S = seqs, rows_B
+        if chunks:
+            shared_B = np.zeros_like(ends_B)  # what is generated never lies in a shared block
+            shared_B[begun] = [c.seq.num_shared for c in chunks]
+            blocks_N[index_N < shared_B[row_N]] = NULL_BLOCK
+            is_sampled_B = np.ones(len(seqs), dtype=np.bool_)
+            is_sampled_B[begun] = [c.is_last and not c.seq.is_scored for c in chunks]
+            rows_S = np.flatnonzero(is_sampled_B)
+            sampled = [seqs[row] for row in rows_S]
         updates, self._updates = self._updates, []
         return StepBatch(
             token_ids_N=token_ids_N,
             positions_N=index_N + self._rope_shift[slots_N],
-            kv_slots_N=blocks_N * size + index_N % size,
-            slots_B=slots_N,
-            query_starts_B1=np.arange(num_rows + 1, dtype=np.int32),
-            context_lens_B=(index_N + 1).astype(np.int32),
-            tables=self._tables,
-            prefix_blocks=self._prefix_blocks,
-            table_updates=updates,
-            block_size=size,
-            num_decodes=num_rows,
-            sampled=sampled,
-            sampled_rows_S=np.arange(num_rows, dtype=np.int64),
-            sampled_slots_S=slots_N,
-            sampling=self._sampling(slots_N, index_N + 1),
-            scored=[],
-            adapters=adapters,
-        )
-
-    def _first(self, work: Work) -> StepBatch:
-        """Sequences with one token come first; the order is otherwise the scheduler's."""
-        decodes = work.decodes
-        for seq in work.grown:
-            self._extend_table(seq)
-        for chunk in work.chunks:
-            self._seat(chunk.seq)
-        longer = [c for c in work.chunks if c.length > 1]
-        chunks = [c for c in work.chunks if c.length == 1] + longer
-        seqs = decodes + [c.seq for c in chunks]
-        begun = slice(len(decodes), len(seqs))  # the rows of chunks
-        slots_B = np.array([seq.slot for seq in seqs], dtype=np.int32)
-        ends_B = np.array([seq.num_computed for seq in seqs], dtype=np.int64)
-        ends_B[: len(decodes)] -= np.array(work.counts, dtype=np.int64) - 1
-        lengths_B = np.ones(len(seqs), dtype=np.int64)
-        lengths_B[begun] = [c.length for c in chunks]
-        query_starts_B1 = np.zeros(len(seqs) + 1, dtype=np.int32)
-        np.cumsum(lengths_B, out=query_starts_B1[1:])
-
-        row_N, index_N = np.arange(len(seqs)), ends_B - lengths_B
-        if longer:
-            row_N = np.repeat(row_N, lengths_B)
-            index_N = np.arange(len(row_N)) - query_starts_B1[row_N] + index_N[row_N]
-        size = self.block_size
-        blocks_N = self._tables[slots_B[row_N], index_N // size].astype(np.int64)
-        is_sampled_B = np.ones(len(seqs), dtype=np.bool_)
-        if chunks:
-            is_sampled_B[begun] = [c.is_last and not c.seq.is_scored for c in chunks]
-            shared_B = np.zeros(len(seqs), dtype=np.int64)  # what is generated never lies in a shared block
-            shared_B[begun] = [c.seq.num_shared for c in chunks]
-            blocks_N[index_N < shared_B[row_N]] = NULL_BLOCK
-        sampled = seqs if is_sampled_B.all() else [seqs[i] for i in np.flatnonzero(is_sampled_B)]
-        sampled_slots_S = slots_B[is_sampled_B]
-        updates, self._updates = self._updates, []
-        positions_N = index_N + self._rope_shift[slots_B[row_N]]
-        return StepBatch(
-            token_ids_N=_token_ids(decodes, ends_B, chunks),
-            positions_N=positions_N,
             kv_slots_N=blocks_N * size + index_N % size,
             slots_B=slots_B,
             query_starts_B1=query_starts_B1,
@@ -230,53 +202,48 @@ class BatchBuilder:
             prefix_blocks=self._prefix_blocks,
             table_updates=updates,
             block_size=size,
-            num_decodes=len(seqs) - len(longer),
+            num_decodes=len(seqs) - sum(chunk.length > 1 for chunk in chunks),
             sampled=sampled,
-            sampled_rows_S=query_starts_B1[1:][is_sampled_B].astype(np.int64) - 1,
-            sampled_slots_S=sampled_slots_S,
-            sampling=self._sampling(
-                sampled_slots_S, ends_B[is_sampled_B], sampled if work.has_special else ()
-            ),
-            scored=[
-                _scored_rows(c, int(start))
-                for c, start in zip(chunks, query_starts_B1[begun], strict=True)
-                if c.seq.is_scored
-            ],
-            adapters=_adapter_rows(seqs, row_N) if self.has_adapters else {},
-            pictures=_picture_rows(chunks, query_starts_B1[begun], positions_N),
+            sampled_rows_S=query_starts_B1[1:][rows_S].astype(np.int64) - 1,
+            sampled_slots_S=slots_B[rows_S],
+            sampling=self._sampling(slots_B[rows_S], ends_B[rows_S], sampled if work.has_special else ()),
+            adapters=self._adapter_rows(seqs, row_N) if adapters is None else adapters,
         )
 
     def forget(self) -> None:
         """All block tables are void: the cache has been given back."""
-        self._owner = [None] * len(self._owner)
+        self._seated = [None] * len(self._seated)
 
     def _seat(self, seq: Sequence) -> None:
         """Whatever of a sequence's row is not there yet: all of it where the sequence is new in its slot, or back in it
         after a preemption, with other blocks."""
         slot, params = seq.slot, seq.request.sampling
-        if self._owner[slot] is not seq or self._admission[slot] != seq.num_preempted:
-            self._give_slot(seq, params)
+        if self._seated[slot] != (seq, seq.num_preempted):
+            self._seated[slot] = (seq, seq.num_preempted)
+            self._num_blocks[slot] = 0
+            self._prefix_blocks[slot] = (seq.num_prompt - seq.request.num_generated) // self.block_size
+            self._temperature[slot] = params.temperature
+            self._top_k[slot] = params.top_k
+            self._top_p[slot] = params.top_p
+            self._min_p[slot] = params.min_p
+            self._seeds[slot] = seq.seed
+            self._rope_shift[slot] = 0 if seq.rope is None else seq.rope[1]
         if self._num_blocks[slot] < len(seq.block_ids):
             self._extend_table(seq)
-
-    def _give_slot(self, seq: Sequence, params: SamplingParams) -> None:
-        slot = seq.slot
-        self._owner[slot] = seq
-        self._admission[slot] = seq.num_preempted
-        self._num_blocks[slot] = 0
-        self._prefix_blocks[slot] = (seq.num_prompt - seq.request.num_generated) // self.block_size
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = params.top_k
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        self._seeds[slot] = seq.seed
-        self._rope_shift[slot] = 0 if seq.rope is None else seq.rope[1]
 
     def _extend_table(self, seq: Sequence) -> None:
         slot, have, need = seq.slot, self._num_blocks[seq.slot], len(seq.block_ids)
         self._tables[slot, have:need] = seq.block_ids[have:]
         self._updates.append((slot, have, need))
         self._num_blocks[slot] = need
+
+    def _adapter_rows(self, seqs: list[Sequence], row_N: Int64s) -> dict[str, Int64s]:
+        names = [seq.request.adapter for seq in seqs] if self.has_adapters else []
+        return {
+            name: np.flatnonzero(np.isin(row_N, [i for i, other in enumerate(names) if other == name]))
+            for name in dict.fromkeys(names)
+            if name is not None
+        }
 
     def _sampling(
         self, slots_S: Int32s, positions_S: Int64s, special: Iterable[Sequence] = ()
@@ -343,12 +310,3 @@ def _picture_rows(chunks: list[Chunk], first_rows: Int32s, positions_N: Int64s) 
                 at = first - picture.start
                 spans.append(PictureSpan(picture, row + first - chunk.start, at, last - first))
     return PictureRows(spans, positions_3N)
-
-
-def _adapter_rows(seqs: list[Sequence], row_N: Int64s) -> dict[str, Int64s]:
-    names = [seq.request.adapter for seq in seqs]
-    return {
-        name: np.flatnonzero(np.isin(row_N, [i for i, other in enumerate(names) if other == name]))
-        for name in dict.fromkeys(names)
-        if name is not None
-    }

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,12 +67,6 @@ class GraphKey(NamedTuple):
     """Entries of the list of what rows share."""
 
 
-@dataclass(slots=True)
-class DecodeGraph:
-    graph: torch.cuda.CUDAGraph
-    logits_BV: torch.Tensor
-
-
 class DecodeGraphs:
     def __init__(
         self,
@@ -106,7 +99,8 @@ class DecodeGraphs:
         )
         self._fills = (0, 0, 0, 1, max_num_seqs, 0, 0, 0, NO_ADAPTER)
         self._columns_of: dict[int, list[torch.Tensor]] = {}
-        self._graphs: dict[GraphKey, DecodeGraph] = {}
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        """And the logits that it writes."""
         self._pool: Any = None
 
     @staticmethod
@@ -158,11 +152,11 @@ class DecodeGraphs:
         self._upload.send(end, self._inputs)
         num_shared = 0 if shared is None else self._send_shared(shared)
         key = GraphKey(size, num_entries, adapters_B is not None, num_shared)
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = self._capture(key)
-        graph.graph.replay()
-        return graph.logits_BV, self._sampling_columns(count)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(key)
+        graph, logits_BV = self._graphs[key]
+        graph.replay()
+        return logits_BV, self._sampling_columns(count)
 
     def _shared_of(self, batch: StepBatch) -> SharedWork | None:
         blocks_B = batch.prefix_blocks[batch.slots_B]
@@ -207,7 +201,7 @@ class DecodeGraphs:
     def _column(self, index: int) -> torch.Tensor:
         return self._inputs[index * self._stride : (index + 1) * self._stride]
 
-    def _capture(self, key: GraphKey) -> DecodeGraph:
+    def _capture(self, key: GraphKey) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         size = key.size
         ids, positions, kv_slots, lens, slots = (self._column(i)[:size] for i in range(5))
         adapters = self._column(ADAPTER_COLUMN)[:size] if key.has_adapters else None
@@ -238,7 +232,7 @@ class DecodeGraphs:
             logits = self._run(ids, positions, paged, adapters)
         finally:
             graph.capture_end()
-        return DecodeGraph(graph, logits)
+        return graph, logits
 
 
 def pack(

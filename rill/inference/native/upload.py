@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -23,8 +25,9 @@ class Upload:
         """num_staging buffers of num_usual words, as many as are ever under way at one time, and a few of num_words for
         what is larger: prompts and whole block tables, at most two in a turn of the host."""
         self._device = device
-        self._rings = [_Ring(num_usual, num_staging), _Ring(max(num_words, num_usual), NUM_LARGE)]
-        self._ring = self._rings[0]
+        sizes = [(num_usual, num_staging), (max(num_words, num_usual), NUM_LARGE)]
+        self._rings = [(words, cycle([_pinned(words) for _ in range(count)])) for words, count in sizes]
+        self._staged = _pinned(0)
 
     def __call__(self, arrays: list[Array]) -> list[torch.Tensor]:
         """int32 tensors on the device, views of one fresh buffer."""
@@ -41,25 +44,14 @@ class Upload:
 
     def stage(self, num_words: int) -> Array:
         """The next staging buffer for so many words, to be written and sent. What it holds is undefined."""
-        self._ring = next(ring for ring in self._rings if ring.num_words >= num_words)
-        return self._ring.next_view()
+        self._staged = next(next(ring for words, ring in self._rings if words >= num_words))
+        return self._staged[1]
 
     def send(self, num_words: int, into: torch.Tensor) -> None:
         """The first words of the buffer that stage() gave last."""
-        into[:num_words].copy_(self._ring.buffer[:num_words], non_blocking=True)
+        into[:num_words].copy_(self._staged[0][:num_words], non_blocking=True)
 
 
-class _Ring:
-    def __init__(self, num_words: int, count: int) -> None:
-        self.num_words = num_words
-        self._buffers = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(count)]
-        self._views = [t.numpy() for t in self._buffers]
-        self._turn = 0
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        return self._buffers[self._turn]
-
-    def next_view(self) -> Array:
-        self._turn = (self._turn + 1) % len(self._buffers)
-        return self._views[self._turn]
+def _pinned(num_words: int) -> tuple[torch.Tensor, Array]:
+    buffer = torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+    return buffer, buffer.numpy()
