@@ -169,7 +169,7 @@ class BatchBuilder:
         chunks: Sequence_[Chunk] = (),
         adapters: dict[str, Int64s] | None = None,
     ) -> StepBatch:
-        """Each row computes the last of the first ends_B tokens of its sequence; the last rows, the chunks that end so."""
+        """Each row computes the last of its sequence's first ends_B tokens; the last rows, chunks that end there."""
         size, rows_B, begun = self.block_size, np.arange(len(seqs)), slice(len(seqs) - len(chunks), None)
         query_starts_B1 = np.arange(len(seqs) + 1, dtype=np.int32)
         row_N, index_N = rows_B, ends_B - 1

@@ -35,10 +35,6 @@ RUN = 16
 """Blocks whose keys are remembered together."""
 
 
-class OutOfBlocks(Exception):
-    """Not an error: the scheduler answers by preempting or by waiting."""
-
-
 class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool) -> None:
         self.num_blocks = num_blocks
@@ -133,10 +129,9 @@ class BlockManager:
     # --- blocks ------------------------------------------------------------------------------------------
 
     def grow(self, seq: Sequence, num_tokens: int) -> None:
-        """Make room for the first num_tokens tokens, or raise OutOfBlocks and change nothing."""
+        """Make room for the first num_tokens tokens. That there are blocks enough is the scheduler's to see to."""
         need = -(-num_tokens // self.block_size) - len(seq.block_ids)
-        if need > self.num_free:
-            raise OutOfBlocks
+        assert need <= self.num_free, f"{need} blocks were asked for, and {self.num_free} are free"
         for _ in range(need):
             seq.block_ids.append(self._allocate())
 

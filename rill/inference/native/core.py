@@ -41,16 +41,12 @@ Launched = tuple[Work, list[StepBatch], PendingTurn]
 
 class EngineCore:
     def __init__(
-        self,
-        runner: ModelRunner,
-        blocks: BlockManager,
-        outlet: Outlet,
-        config: NativeEngine.Config,
-        max_context: int,
+        self, runner: ModelRunner, config: NativeEngine.Config, num_blocks: int, max_context: int
     ) -> None:
         max_num_seqs, max_batched_tokens = runner.max_num_seqs, config.max_batched_tokens
+        blocks = BlockManager(num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache)
         self.runner = runner
-        self.outlet = outlet
+        self.outlet = Outlet()
         self.version = PolicyVersion(0)
         self.live: dict[str, Sequence] = {}
         """Everything that was added and has not ended."""

@@ -44,12 +44,10 @@ from rill.inference.base import (
 from rill.inference.commands import CONTROL_TIMEOUT_S, MOVE_TIMEOUT_S, CommandQueue
 from rill.inference.native.adapters import read_adapter
 from rill.inference.native.admission import Admission
-from rill.inference.native.block_manager import BlockManager
 from rill.inference.native.control import EngineControl
 from rill.inference.native.core import EngineCore
 from rill.inference.native.followers import lead
 from rill.inference.native.model_runner import ModelRunner
-from rill.inference.native.outlet import Outlet
 from rill.inference.native.runners import build_runner, context_limit
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.requests import wait_for_all
@@ -159,20 +157,19 @@ class NativeEngine:
         self.config = config
         has_tokenizer = config.model.tokenizer or config.model.path
         self.tokenizer = load_tokenizer(config.model) if has_tokenizer else None
+        self._commands = CommandQueue(lambda: self._control.describe())
         if config.tensor_parallel_size == 1:
             self._runner = build_runner(config, model, owns_model=owns_model)
         elif model is None:
-            self._runner = lead(config)
+            self._runner = lead(config, on_death=self._commands.close)
         else:
             raise ConfigError(
                 "an engine over a loaded module runs in its process: set tensor_parallel_size to 1"
             )
-        self._commands = CommandQueue(lambda: self._control.describe())
         self._thread = threading.Thread(target=self._loop, name="rill-native-engine", daemon=True)
         try:
             self._assemble(config)
             self._thread.start()
-            self._runner.watch(self._commands.close)
             self._commands.call("prepare", self._runner.prepare, PREPARE_TIMEOUT_S)
         except BaseException:
             self.close()  # nobody else will get hold of the thread, or of other processes
@@ -182,14 +179,7 @@ class NativeEngine:
         limit = context_limit(self._runner.model.config, config.max_context)
         num_blocks = _num_blocks(self._runner, config, limit)
         self.max_context = min(limit, (num_blocks - 1) * config.block_size)
-        self._outlet = Outlet()
-        self._core = EngineCore(
-            self._runner,
-            BlockManager(num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache),
-            self._outlet,
-            config,
-            self.max_context,
-        )
+        self._core = EngineCore(self._runner, config, num_blocks, self.max_context)
         self._control = EngineControl(self._core)
         self._runner.allocate_cache(num_blocks)
         self._admission = Admission(self._runner, self.tokenizer, self.max_context, config.seed)
@@ -223,7 +213,7 @@ class NativeEngine:
     ) -> list[Future[Completion]]:
         self._check_available()
         sequences = [self._admission.sequence(request, on_delta) for request in requests]
-        self._outlet.take_ids(request.id for request in requests)
+        self._core.outlet.take_ids(request.id for request in requests)
         self._post_sequences("submit", sequences)
         return [seq.future for seq in sequences]
 
@@ -354,7 +344,7 @@ class NativeEngine:
         def end_if_lost(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
                 for seq in sequences:
-                    self._outlet.fail(seq, error)
+                    self._core.outlet.fail(seq, error)
 
         command = self._commands.post(name, lambda: self._core.add(sequences))
         command.done.add_done_callback(end_if_lost)

@@ -81,12 +81,11 @@ class Seat(NamedTuple):
         return TensorGroup(group, rank=self.rank, size=self.size, device=device)
 
 
-def lead(config: NativeEngine.Config) -> ModelRunner:
-    """Rank 0's runner, checked, with the others behind it."""
-    size = config.tensor_parallel_size
-    check_divides(load_model_config(config.model), size)
-    device = device_of(config.device)
-    followers = Followers(config, device)
+def lead(config: NativeEngine.Config, on_death: Callable[[EngineDiedError], None]) -> ModelRunner:
+    """Rank 0's runner, checked, with the others behind it. `on_death`: told, from a thread of its own, that one of them
+    is gone."""
+    check_divides(load_model_config(config.model), config.tensor_parallel_size)
+    followers = Followers(config, on_death)
     try:
         group = followers.start()
         own, expected = load_runner(config, None, group=group)
@@ -144,9 +143,6 @@ class LeadingRunner:
     def weight_targets(self) -> WeightTargets:
         return WeightTargets(self._own.model, self._own.shards, partial(self._followers.tell, "receive"))
 
-    def watch(self, on_death: Callable[[EngineDiedError], None]) -> None:
-        self._followers.tell_of_death(on_death)
-
     def close(self) -> None:
         self._followers.close()
 
@@ -170,15 +166,15 @@ class Member(NamedTuple):
 class Followers:
     """The other ranks' processes. Told by one thread at a time; watched by one of its own."""
 
-    def __init__(self, config: NativeEngine.Config, device: torch.device) -> None:
+    def __init__(self, config: NativeEngine.Config, on_death: Callable[[EngineDiedError], None]) -> None:
         self.failure: EngineDiedError | None = None
-        self._config, self._device, self._size = config, device, config.tensor_parallel_size
+        self._config, self._on_death = config, on_death
+        self._device, self._size = device_of(config.device), config.tensor_parallel_size
         self._check_devices()
         self._members: list[Member] = []
         self._group: TensorGroup | None = None
         self._watcher: threading.Thread | None = None
         self._died = threading.Event()
-        self._on_death: Callable[[EngineDiedError], None] | None = None
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -221,12 +217,6 @@ class Followers:
         """From here on a follower has nothing to say but that it ends."""
         self._watcher = threading.Thread(target=self._watch, name="rill-followers", daemon=True)
         self._watcher.start()
-
-    def tell_of_death(self, on_death: Callable[[EngineDiedError], None]) -> None:
-        with self._lock:
-            self._on_death = on_death
-        if self.failure is not None:
-            on_death(self.failure)
 
     def close(self) -> None:
         """End all of them, in order where they still listen. May be called twice."""
@@ -291,12 +281,10 @@ class Followers:
             if self._is_closed:
                 return
             self.failure = EngineDiedError(ending)
-            on_death = self._on_death
         self._died.set()
         if self._group is not None:
             self._group.abort()
-        if on_death is not None:
-            on_death(self.failure)
+        self._on_death(self.failure)
 
     def _blame(self, error: Exception) -> Exception:
         """Why rank 0 could not go on: the rank that is gone, which the watcher sees a moment later."""

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rill.errors import EngineDiedError, ModelError, UnsupportedError
+from rill.errors import ModelError, UnsupportedError
 from rill.inference.native.adapters import AdapterStore
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.host_memory import free_host_bytes
@@ -182,9 +182,6 @@ class ModelRunner:
         """Called after parameters were overwritten, before the next step."""
         if self.vision is not None:
             self.vision.forget()
-
-    def watch(self, on_death: Callable[[EngineDiedError], None]) -> None:
-        """Another process that the steps need is gone: told from a thread of its own. Here there is none."""
 
     def close(self) -> None:
         """The end, from any thread; may be called twice."""

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rill.inference.native.block_manager import BlockManager, OutOfBlocks
+from rill.inference.native.block_manager import BlockManager
 from rill.inference.native.sequence import NO_SLOT, Sequence, Status
 from rill.inference.native.speculation import Speculator
 
@@ -134,7 +134,8 @@ class Scheduler:
         if num_steps == 1:
             self._take_chunks(rest, chunks, budget - len(decodes), can_admit)
         if num_steps > 1 and decodes and min(counts) != max(counts):
-            decodes, counts = _most_first(decodes, counts)
+            most_first = sorted(range(len(counts)), key=lambda i: -counts[i])
+            decodes, counts = [decodes[i] for i in most_first], [counts[i] for i in most_first]
         return Work(decodes, counts, grown, chunks, self.num_special > 0)
 
     def _is_pure(self) -> bool:
@@ -309,25 +310,26 @@ class Scheduler:
                 return
             if not self._may_start(seq):
                 continue
-            chunk = self._try_start(seq, budget)
-            while chunk is None and self._make_way():
-                chunk = self._try_start(seq, budget)
-            if chunk is _AWAITED:
+            matched = self._matched(seq)
+            if self.blocks.is_awaited(seq, len(matched)):
                 continue
+            chunk = self._try_start(seq, matched, budget)
+            while chunk is None and self._make_way():
+                chunk = self._try_start(seq, matched, budget)
             if chunk is None:
                 return  # no room: those behind must not overtake
-            assert isinstance(chunk, Chunk)
             chunks.append(chunk)
             budget -= chunk.length
 
-    def _try_start(self, seq: Sequence, budget: int) -> Chunk | object | None:
+    def _matched(self, seq: Sequence) -> list[int]:
+        """The blocks in which its beginning is cached, under the keys of now."""
         root = self._root_key(seq)
         if seq.root_key != root:
             seq.root_key = root
             seq.block_keys.clear()
-        matched = self.blocks.match(seq)
-        if self.blocks.is_awaited(seq, len(matched)):
-            return _AWAITED
+        return self.blocks.match(seq)
+
+    def _try_start(self, seq: Sequence, matched: list[int], budget: int) -> Chunk | None:
         size = self.blocks.block_size
         # The newest token is always computed, for its logits, even when a cached block holds it.
         num_cached = min(len(matched) * size, len(seq.tokens) - 1)
@@ -351,10 +353,7 @@ class Scheduler:
         if seq.num_preempted == 0:
             seq.num_cached = min(num_cached, seq.num_prompt)
         self.blocks.announce(seq)
-        try:
-            return self._take(seq, length)
-        except OutOfBlocks:
-            raise AssertionError("admission checked for blocks that are not there") from None
+        return self._take(seq, length)
 
     def _may_start(self, seq: Sequence) -> bool:
         if self.is_frozen:
@@ -367,11 +366,3 @@ class Scheduler:
         self.blocks.free(seq)
         self._free_slots.append(seq.slot)
         seq.slot = NO_SLOT
-
-
-def _most_first(decodes: list[Sequence], counts: list[int]) -> tuple[list[Sequence], list[int]]:
-    order = sorted(range(len(counts)), key=lambda i: -counts[i])
-    return [decodes[i] for i in order], [counts[i] for i in order]
-
-
-_AWAITED = object()

@@ -27,7 +27,7 @@ class Upload:
         self._device = device
         sizes = [(num_usual, num_staging), (max(num_words, num_usual), NUM_LARGE)]
         self._rings = [(words, cycle([_pinned(words) for _ in range(count)])) for words, count in sizes]
-        self._staged = _pinned(0)
+        self._staged = next(self._rings[0][1])
 
     def __call__(self, arrays: list[Array]) -> list[torch.Tensor]:
         """int32 tensors on the device, views of one fresh buffer."""
