@@ -2,13 +2,14 @@
 
 Runs in the engine's thread, as commands. An engine computes steps unless it
 
-    is paused       started requests end (FINISH) or stay where they are (INTERRUPT)
+    is paused       started requests end (FINISH), or are computed again later from their tokens (INTERRUPT)
     is released     its memory is given back, up to a level
     is unavailable  an update failed half-way: its weights are no version's until a whole one succeeds
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from rill.errors import EngineError, WeightSyncError
@@ -49,6 +50,10 @@ class EngineControl:
         scheduler.admits_new = mode is None
         scheduler.is_frozen = mode is PauseMode.INTERRUPT
         self._core.drain()
+        if (
+            mode is PauseMode.INTERRUPT
+        ):  # what they had in the cache is found there again, but for their last block
+            self._core.preempt_all(but_scored=True)
         drained: Future[None] = Future()
         if mode is PauseMode.FINISH:
             self._drained.append(drained)
@@ -102,8 +107,10 @@ class EngineControl:
 
     # --- weights -----------------------------------------------------------------------------------------
 
-    def update(self, tensors: NamedTensors, version: PolicyVersion, partial: bool, fence: object) -> None:
-        """`fence`: a mark in the caller's queue of device work; the tensors are whole once it is reached."""
+    def update(
+        self, tensors: NamedTensors, version: PolicyVersion, partial: bool, fence: Callable[[], None]
+    ) -> None:
+        """`fence`: lets the device wait until the tensors are whole."""
         core = self._core
         if version <= core.version:  # nothing was touched: what is in service stays so
             raise WeightSyncError(
@@ -112,7 +119,7 @@ class EngineControl:
         core.drain()
         core.preempt_all()
         core.scheduler.blocks.flush()
-        core.runner.wait_for(fence)
+        fence()
         try:
             self._take_weights(tensors, partial=partial)
         except BaseException:

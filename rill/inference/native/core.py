@@ -25,7 +25,7 @@ from rill.inference.native.block_manager import BlockManager
 from rill.inference.native.model_runner import ModelRunner, PendingTurn, TurnResult
 from rill.inference.native.outlet import News, Outlet
 from rill.inference.native.scheduler import Chunk, NeedsResults, Scheduler, Work
-from rill.inference.native.sequence import ScoredSequence, Sequence, Status
+from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.native.speculation import Speculator
 from rill.inference.tally import Tally
 from rill.models.routing import UNKNOWN
@@ -127,10 +127,11 @@ class EngineCore:
         self._read()
         self._deliver()
 
-    def preempt_all(self) -> None:
+    def preempt_all(self, *, but_scored: bool = False) -> None:
         """Nothing holds blocks any more; what ran is computed again, tokens kept. Only after drain()."""
         for seq in list(self.scheduler.running):
-            self.scheduler.preempt(seq)
+            if not (but_scored and seq.is_scored):
+                self.scheduler.preempt(seq)
 
     def fail_all(self, error: BaseException) -> None:
         self._deliver()
@@ -224,7 +225,7 @@ class EngineCore:
         news = []
         for row, (seq, (tokens, logprobs, num_rows)) in enumerate(zip(sampled, taken, strict=True)):
             seq.num_in_flight -= num_rows
-            if seq.status is Status.FINISHED:
+            if seq.is_finished:
                 continue  # it ended a turn earlier; these tokens were computed before that was known
             before = len(seq.tokens)
             if any(map(math.isnan, logprobs)):  # and the token is whatever was there

@@ -15,6 +15,8 @@ Axes: N token of the flat batch, B sequence, S sampled row, V vocabulary.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -158,12 +160,8 @@ class CudaRunner(ModelRunner):
     def reload_weights(self) -> None:
         self._offload.reload(self.device)
 
-    def record_caller(self) -> object:
-        return torch.cuda.current_stream(self.device).record_event()
-
-    def wait_for(self, mark: object) -> None:
-        assert isinstance(mark, torch.cuda.Event)
-        self._stream.wait_event(mark)
+    def fence(self) -> Callable[[], None]:
+        return partial(self._stream.wait_event, torch.cuda.current_stream(self.device).record_event())
 
     def finish_update(self) -> None:
         super().finish_update()
@@ -211,13 +209,11 @@ class CudaRunner(ModelRunner):
                 self._push_tables(batch)
                 self._graphs.replay(batch, None)
             else:
-                paged, ids, positions, *_ = self._upload_batch(batch)
-                self._hidden(ids, positions, paged, None)
+                self.forward(batch)
 
-    @torch.inference_mode()
-    def all_logits(self, batch: StepBatch) -> torch.Tensor:
+    def forward(self, batch: StepBatch) -> torch.Tensor:
         paged, ids, positions, *_ = self._upload_batch(batch)
-        return self._raw_logits(self._hidden(ids, positions, paged, None, self.visual_rows(batch)))
+        return self._hidden(ids, positions, paged, None, self.visual_rows(batch))
 
     def use_modules(self) -> None:
         super().use_modules()
@@ -253,7 +249,7 @@ class CudaRunner(ModelRunner):
             assert self.decoder is not None
             hidden_NE = self.decoder(known, positions_N, paged, self.cache, stages=skinny)
             return self.logit_rule(skinny.logits(hidden_NE))
-        return self._raw_logits(self._hidden(known, positions_N, paged, adapters_N))
+        return self.logits(self._hidden(known, positions_N, paged, adapters_N))
 
     def _hidden(
         self,
@@ -287,7 +283,7 @@ class CudaRunner(ModelRunner):
             with self.adapters.active(batch.adapters, self.device):
                 hidden_NE = self.run_modules(paged, ids, positions, visual)
             self.keep_experts(paged.slots_N)
-        logits_SV = self._raw_logits(hidden_NE[rows_S]) if batch.sampled else hidden_NE[:0]
+        logits_SV = self.logits(hidden_NE[rows_S]) if batch.sampled else hidden_NE[:0]
         return logits_SV, columns, [self.score(hidden_NE, scored) for scored in batch.scored]
 
     def _upload_batch(
@@ -348,7 +344,7 @@ class CudaRunner(ModelRunner):
         at, new = self._upload([slots * self._num_columns + columns, batch.tables[slots, columns]])
         self._tables.view(-1).index_copy_(0, at.long(), new)
 
-    def _raw_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
         """In the model's dtype: the sampler's kernels read that, and half of fp32's bytes."""
         if self.batch_invariant:
             logits_SV = invariant_linear(hidden_SE, self.head.weight)
@@ -395,4 +391,4 @@ class CudaRunner(ModelRunner):
         self, hidden_SE: torch.Tensor, targets_S: torch.Tensor, temperature: float
     ) -> torch.Tensor:
         inverse_S = 1.0 / torch.full((len(targets_S),), temperature, device=self.device)
-        return token_logprobs(self._raw_logits(hidden_SE), targets_S, inverse_S)
+        return token_logprobs(self.logits(hidden_SE), targets_S, inverse_S)

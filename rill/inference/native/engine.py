@@ -270,7 +270,7 @@ class NativeEngine:
         self._commands.call("restore", self._control.restore, MOVE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
-        fence = self._runner.record_caller()
+        fence = self._runner.fence()
         self._commands.call(
             "update_weights", lambda: self._control.update(tensors, version, partial, fence), MOVE_TIMEOUT_S
         )

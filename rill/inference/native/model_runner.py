@@ -168,12 +168,9 @@ class ModelRunner:
     def leave_thread(self) -> None:
         """Called once by that thread at its end."""
 
-    def record_caller(self) -> object:
-        """A mark after whatever the calling thread has queued on the device; see wait_for."""
-        return None
-
-    def wait_for(self, mark: object) -> None:
-        """Steps and copies from here on come after the mark."""
+    def fence(self) -> Callable[[], None]:
+        """Called in the engine's thread: what it queues from then on comes after what this thread has queued so far."""
+        return lambda: None
 
     def weight_targets(self) -> WeightTargets:
         return WeightTargets(self.model, self.shards, quantized=self._quantized)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rill.inference.native.block_manager import BlockManager
-from rill.inference.native.sequence import NO_SLOT, Sequence, Status
+from rill.inference.native.sequence import NO_SLOT, Sequence
 from rill.inference.native.speculation import Speculator
 
 _MAX_GATHERED_STEPS = 8
@@ -93,8 +93,7 @@ class Scheduler:
         self.admits_new = True
         """False lets started sequences end and starts no others."""
         self.is_frozen = False
-        """True keeps every sequence where it is, in the cache or out; only scoring goes on, in the place of one of them
-        where there is no other."""
+        """True starts nothing but scoring; whoever sets it preempts what runs."""
         self.num_preempted = 0
         self.num_special = 0
         """Running sequences whose steps are taken one at a time."""
@@ -111,8 +110,6 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        if self.is_frozen:
-            return any(seq.is_scored for seq in self.running) or any(seq.is_scored for seq in self.waiting)
         return bool(self.running) or any(self._may_start(seq) for seq in self.waiting)
 
     def add(self, seq: Sequence) -> None:
@@ -140,7 +137,7 @@ class Scheduler:
 
     def _is_pure(self) -> bool:
         """Nobody could begin or go on with a prompt meanwhile, and blocks are plenty: the turn may be longer."""
-        if self.num_special or self.is_frozen or self._is_filling:
+        if self.num_special or self._is_filling:
             return False
         return len(self.running) <= min(self.blocks.num_free, self.max_batched_tokens)
 
@@ -163,13 +160,11 @@ class Scheduler:
         """What is left of the budget goes to prompts: those begun, then new ones."""
         for seq in rest:
             need = seq.num_tokens - seq.num_computed
-            if need > (not seq.is_scored) and budget > 0 and not (self.is_frozen and not seq.is_scored):
+            if need > (not seq.is_scored) and budget > 0:
                 chunk = self._continue_prefill(seq, min(need, budget))
                 if chunk is not None:
                     chunks.append(chunk)
                     budget -= chunk.length
-        if self.is_frozen and not self._free_slots and any(seq.is_scored for seq in self.waiting):
-            can_admit = self._make_way()
         if budget > 0 and can_admit:
             self._admit(chunks, budget)
             self._num_steps_gathered = 0
@@ -186,8 +181,6 @@ class Scheduler:
         counts: list[int] = []
         grown: list[Sequence] = []
         rest: list[Sequence] = []
-        if self.is_frozen:
-            return decodes, counts, grown, list(self.running)
         size = self.blocks.block_size
         for seq in self.running:
             num_computed = seq.num_computed
@@ -212,11 +205,11 @@ class Scheduler:
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out for good, wherever it is."""
-        if seq.status is Status.RUNNING:
+        if seq.slot != NO_SLOT:
             self._leave(seq)
-        elif seq.status is Status.WAITING:
+        elif not seq.is_finished:
             self.waiting.remove(seq)
-        seq.status = Status.FINISHED
+        seq.is_finished = True
 
     def preempt(self, seq: Sequence) -> None:
         """Give back a running sequence's blocks; it is computed again, tokens kept, when it is next admitted."""
@@ -224,7 +217,6 @@ class Scheduler:
         self._leave(seq)
         seq.forget_cache()
         seq.num_preempted += 1
-        seq.status = Status.WAITING
         self.num_preempted += 1
         self.add(seq)
 
@@ -252,12 +244,7 @@ class Scheduler:
     def _takes_one(self, seq: Sequence) -> bool:
         """In the middle of generation, and not merely waiting for its last token to be read."""
         num_tokens = len(seq.tokens) + seq.num_in_flight
-        return (
-            num_tokens - seq.num_computed == 1
-            and num_tokens < seq.max_tokens
-            and not self.is_frozen
-            and not seq.is_scored
-        )
+        return num_tokens - seq.num_computed == 1 and num_tokens < seq.max_tokens and not seq.is_scored
 
     def _take(self, seq: Sequence, length: int) -> Chunk:
         start = seq.num_computed
@@ -274,8 +261,6 @@ class Scheduler:
         room = (len(seq.block_ids) + self.blocks.num_free) * size - seq.num_computed
         if room >= 1:
             return self._take(seq, min(length, room))
-        if self._make_way():
-            return None  # its room is there at the next step
         youngest = max(self.running, key=lambda s: s.order)
         if youngest is seq and len(self.running) > 1 and not seq.num_in_flight:
             self.preempt(seq)  # others are ahead of it and hold everything: it would only sit on its blocks
@@ -289,20 +274,12 @@ class Scheduler:
         if num_ready == 0:
             self._num_steps_gathered = 0
             return False
-        if self._is_filling or self.is_frozen or num_ready >= min(self._num_gathered, num_running / 2):
+        if self._is_filling or num_ready >= min(self._num_gathered, num_running / 2):
             return True
         if len(self.waiting) > num_free:
             return False  # slots will come
         self._num_steps_gathered += self._num_steps
         return self._num_steps_gathered > _MAX_GATHERED_STEPS
-
-    def _make_way(self) -> bool:
-        """For scoring while all else is frozen: nobody would leave by itself. Whether one had to."""
-        frozen = [seq for seq in self.running if not seq.is_scored] if self.is_frozen else []
-        if not frozen:
-            return False
-        self.preempt(max(frozen, key=lambda s: s.order))
-        return True
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         for seq in list(self.waiting):
@@ -314,8 +291,6 @@ class Scheduler:
             if self.blocks.is_awaited(seq, len(matched)):
                 continue
             chunk = self._try_start(seq, matched, budget)
-            while chunk is None and self._make_way():
-                chunk = self._try_start(seq, matched, budget)
             if chunk is None:
                 return  # no room: those behind must not overtake
             chunks.append(chunk)
@@ -346,7 +321,6 @@ class Scheduler:
         self.waiting.remove(seq)
         self.running.append(seq)
         self.num_special += seq.is_special
-        seq.status = Status.RUNNING
         seq.slot = self._free_slots.pop()
         seq.num_computed = num_cached
         seq.num_shared = len(matched) * size
@@ -356,9 +330,8 @@ class Scheduler:
         return self._take(seq, length)
 
     def _may_start(self, seq: Sequence) -> bool:
-        if self.is_frozen:
-            return seq.is_scored
-        return self.admits_new or seq.num_preempted > 0 or seq.is_scored
+        may_generate = (self.admits_new or seq.num_preempted > 0) and not self.is_frozen
+        return may_generate or seq.is_scored
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)

@@ -1,7 +1,7 @@
 """One request on its way through the engine: its tokens, its place in the KV cache, its results so far.
 
-Owned by the engine's thread alone; nothing here is locked. The scheduler moves a sequence between WAITING and
-RUNNING, the block manager fills `block_ids`, the engine appends what was sampled.
+Owned by the engine's thread alone; nothing here is locked. The scheduler gives and takes its slot, the block manager
+fills `block_ids`, the engine appends what was sampled.
 
     tokens        p p p p p p g g g g ?          p prompt, g generated, ? sampled on the device, not yet read
     num_computed  ──────────────────►│           keys and values in the cache, or on their way there
@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,13 +23,6 @@ from rill.inference.native.detokenizer import StopMatcher
 from rill.inference.native.logit_edits import SequenceEdits
 from rill.models.pictures import Positions
 from rill.types import Floats, StopReason
-
-
-class Status(Enum):
-    WAITING = auto()
-    RUNNING = auto()
-    FINISHED = auto()
-
 
 NO_SLOT = -1
 
@@ -75,9 +67,9 @@ class Sequence:
     next_delta_at: float = 0.0
     """Until then new tokens wait for others (Request.delta_interval_s)."""
 
-    status: Status = Status.WAITING
+    is_finished: bool = False
     slot: int = NO_SLOT
-    """Row in the runner's per-sequence tables while RUNNING."""
+    """Row in the runner's per-sequence tables while it runs."""
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
     """Prefix-cache keys of the leading full blocks, as far as they have been worked out."""
@@ -102,10 +94,6 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status is Status.FINISHED
 
     @property
     def order(self) -> tuple[int, int]:
