@@ -1,9 +1,5 @@
 """The engine's inside: sequences, scheduler, batch builder and runner, driven one turn at a time.
 
-    schedule ─► build ─► launch turn n ─► read turn n-1 (n, where nothing overlaps) ─► outlet
-        ▲                                          │ append tokens, end sequences, publish blocks
-        └──────────────────────────────────────────┘
-
 Owned by one thread, the engine's; nothing here is locked. Callers reach it through the command queue, and see its
 tokens through the outlet. A turn is one step of the model, or several of pure generation; a step that looks at drafts
 (speculation.py) gives each sequence as many tokens as came true, and one. `control.py` has what happens between two

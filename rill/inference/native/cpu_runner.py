@@ -28,12 +28,8 @@ class CpuRunner(ModelRunner):
         if kernels is not None and not CpuKernels.supports(self.model.dtype, self.cache_shape.head_dim):
             kernels = None
         self._cpu_kernels = kernels
-        ops = kernels or TorchKernels()
-        self.kernels = ops
-        if config.fast_path and not (self.batch_invariant and kernels is None):
-            self.decoder = self.build_decoder(ops, invariant_linear if self.batch_invariant else None)
-        if self.batch_invariant and self.decoder is None:
-            self.use_modules()
+        fast_path = config.fast_path and not (self.batch_invariant and kernels is None)
+        self.use_kernels(kernels or TorchKernels(), fast_path=fast_path)
 
     def enter_thread(self) -> None:
         super().enter_thread()

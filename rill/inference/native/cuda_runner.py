@@ -73,10 +73,7 @@ class CudaRunner(ModelRunner):
             max_num_seqs=max_num_seqs,
             device=device,
         )
-        self.kernels = kernels
-        linear = invariant_linear if batch_invariant else None
-        if config.fast_path:
-            self.decoder = self.build_decoder(kernels, linear)
+        self.use_kernels(kernels, fast_path=config.fast_path)
         self._skinny: SkinnyStages | None = None
         decoder, weight = self.decoder, self.head.weight
         # Its kernels join a product with what follows, and between ranks a sum comes in between.
@@ -85,8 +82,6 @@ class CudaRunner(ModelRunner):
             self._skinny = SkinnyStages(decoder, weight)
         self._bank: LowRankBank | None = None
         self._num_adapter_changes = 0
-        if batch_invariant and decoder is None:
-            self.use_modules()
         self.uses_graphs = config.cuda_graphs
         self._sampler = TritonSampler(max_num_seqs, int(self.head.weight.shape[0]), device)
         # One row beyond the slots: padding of a graph's batch reads and writes there.

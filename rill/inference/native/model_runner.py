@@ -35,9 +35,10 @@ from rill.models.decode.attention_paged import (
 from rill.models.decode.decoder import Decoder, DecoderOps
 from rill.models.decode.quantized import Writer, quantize_stages, quantize_weights
 from rill.models.decode.shards import Shards
-from rill.models.decode.structure import LinearFn, read_structure
+from rill.models.decode.structure import read_structure
 from rill.models.eager import LogitRule, Probe, decoder_of
 from rill.models.ops.fp8 import FP8, multiplies_fp8
+from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.torch_kernels import TorchKernels
 from rill.models.routing import UNKNOWN, Routing
 from rill.models.vision import VisionTower, VisualRows
@@ -257,13 +258,18 @@ class ModelRunner:
         """[N, V] of every token, for the check at load."""
         return self.logits(self.forward(batch))
 
-    def build_decoder(self, ops: DecoderOps, linear: LinearFn | None = None) -> Decoder | None:
-        """`linear`: batch-invariant products, which a model with experts cannot have throughout."""
-        held = self._loaded
-        structure = read_structure(held.model, held.probe, fuse=held.is_owned, max_len=held.max_len)
-        if structure is None or (linear is not None and not structure.is_dense):
-            return None
-        return Decoder(structure, ops, linear, None if self.shards is None else self.shards.group)
+    def use_kernels(self, ops: DecoderOps, *, fast_path: bool) -> None:
+        """The decoder over them where it can be had, and else the modules."""
+        self.kernels = ops
+        held, is_invariant = self._loaded, self.batch_invariant
+        if fast_path:
+            structure = read_structure(held.model, held.probe, fuse=held.is_owned, max_len=held.max_len)
+            # A model with experts cannot have batch-invariant products throughout.
+            if structure is not None and (structure.is_dense or not is_invariant):
+                linear = invariant_linear if is_invariant else None
+                self.decoder = Decoder(structure, ops, linear, held.shards and held.shards.group)
+        if is_invariant and self.decoder is None:
+            self.use_modules()
 
     def quantize(self, *, weights: str | None, cache: bool) -> None:
         """Weights have 8 or 4 bits (`fp8`, `int4`), keys and values 8, from here on. Before the cache is made."""

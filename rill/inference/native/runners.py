@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -115,12 +115,9 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for name, module in twin.named_modules():
         prefix = f"{name}." if name else ""
-        for key in list(module._parameters):
-            if module._parameters[key] is not None:
-                module._parameters[key] = state[prefix + key]
-        for key in list(module._buffers):
-            if module._buffers[key] is not None:
-                module._buffers[key] = state[prefix + key]
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in tables:
+            table.update({key: state[prefix + key] for key, value in table.items() if value is not None})
     twin.train(False)
     return twin
 
