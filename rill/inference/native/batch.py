@@ -22,7 +22,7 @@ from rill.inference.native.block_manager import NULL_BLOCK
 from rill.inference.native.logit_edits import LogitEdits
 from rill.inference.native.sampler import SamplingBatch, uniforms
 from rill.inference.native.scheduler import Chunk, Work
-from rill.inference.native.sequence import ScoredSequence, Sequence
+from rill.inference.native.sequence import Sequence
 from rill.models.vision import PictureRows, PictureSpan
 
 Int32s = npt.NDArray[np.int32]
@@ -30,18 +30,6 @@ Int64s = npt.NDArray[np.int64]
 
 IN_FLIGHT = -1
 """Stands for a token that the step before samples: the device fills it in."""
-
-
-@dataclass(slots=True)
-class ScoredRows:
-    """Rows whose log-probability of a known next token is wanted; of an embedding, the last row itself."""
-
-    chunk: Chunk
-    rows: Int64s
-    targets: Int64s
-    temperature: float
-    last_row: int
-    is_embedding: bool
 
 
 @dataclass(slots=True)
@@ -68,7 +56,8 @@ class StepBatch:
     block_size: int
     adapters: dict[str, Int64s]
     """Rows of the flat batch by adapter; empty when all use the base model."""
-    scored: list[ScoredRows] = field(default_factory=list)
+    scored: list[tuple[Chunk, int]] = field(default_factory=list)
+    """Those of ScoredSequences, with the index into N of their first token."""
     pictures: PictureRows | None = None
     """Where a prompt has some; positions_N then holds for generated tokens alone."""
 
@@ -135,9 +124,7 @@ class BatchBuilder:
         ends_B[: len(decodes)] -= np.array(work.counts, dtype=np.int64) - 1
         step = self._step(seqs, _token_ids(decodes, ends_B, chunks), slots_B, ends_B, work, chunks)
         firsts = step.query_starts_B1[len(decodes) : -1]
-        step.scored = [
-            _scored_rows(c, int(row)) for c, row in zip(chunks, firsts, strict=True) if c.seq.is_scored
-        ]
+        step.scored = [(c, row) for c, row in zip(chunks, firsts.tolist(), strict=True) if c.seq.is_scored]
         step.pictures = _picture_rows(chunks, firsts, step.positions_N)
         return step
 
@@ -282,14 +269,6 @@ def _token_ids(decodes: list[Sequence], ends_B: Int64s, chunks: list[Chunk]) -> 
     for chunk in chunks:
         ids += chunk.seq.tokens[chunk.start : chunk.start + chunk.length]
     return np.array(ids, dtype=np.int64)
-
-
-def _scored_rows(chunk: Chunk, first_row: int) -> ScoredRows:
-    seq = chunk.seq
-    assert isinstance(seq, ScoredSequence)
-    targets = np.array(seq.tokens[chunk.start + 1 : chunk.start + chunk.length + 1], dtype=np.int64)
-    rows = np.arange(first_row, first_row + len(targets), dtype=np.int64)
-    return ScoredRows(chunk, rows, targets, seq.temperature, first_row + chunk.length - 1, seq.is_embedding)
 
 
 def _picture_rows(chunks: list[Chunk], first_rows: Int32s, positions_N: Int64s) -> PictureRows | None:

@@ -129,18 +129,15 @@ class EngineCore:
             if not (but_scored and seq.is_scored):
                 self.scheduler.preempt(seq)
 
-    def fail_all(self, error: BaseException) -> None:
-        self._deliver()
-        for seq in self.live.values():
-            self.outlet.fail(seq, error)
-        self.live.clear()
-
-    def close(self) -> None:
+    def close(self, failure: BaseException | None) -> None:
         """End everything without another step, and give the cache back."""
         self._deliver()
         self._pending = None
         for seq in self.live.values():
-            self.outlet.abort(seq, "the engine closed")
+            if failure is None:
+                self.outlet.abort(seq, "the engine closed")
+            else:
+                self.outlet.fail(seq, failure)
         self.live.clear()
         self.runner.free_cache()
 
@@ -185,8 +182,8 @@ class EngineCore:
         news = self._append(work.decodes if work.drafts else first.sampled, taken, result)
         self._tally.add(num_generated_tokens=sum(len(seq.tokens) - before for seq, _, before in news))
         self._news += [(seq, reason) for seq, reason, _ in news]
-        for scored, values in zip(first.scored, result.scores, strict=True):
-            self._keep_scores(scored.chunk, values)
+        for (chunk, _), values in zip(first.scored, result.scores, strict=True):
+            self._keep_scores(chunk, values)
         return True
 
     def _deliver(self) -> None:

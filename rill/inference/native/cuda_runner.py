@@ -279,7 +279,7 @@ class CudaRunner(ModelRunner):
                 hidden_NE = self.run_modules(paged, ids, positions, visual)
             self.keep_experts(paged.slots_N)
         logits_SV = self.logits(hidden_NE[rows_S]) if batch.sampled else hidden_NE[:0]
-        return logits_SV, columns, [self.score(hidden_NE, scored) for scored in batch.scored]
+        return logits_SV, columns, [self.score(hidden_NE[row:], chunk) for chunk, row in batch.scored]
 
     def _upload_batch(
         self, batch: StepBatch

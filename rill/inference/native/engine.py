@@ -25,7 +25,7 @@ from collections.abc import Sequence as Sequence_
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -211,20 +211,10 @@ class NativeEngine:
     def submit(
         self, requests: Sequence_[Request], on_delta: Callable[[Delta], None] | None = None
     ) -> list[Future[Completion]]:
-        self._check_available()
-        sequences = [self._admission.sequence(request, on_delta) for request in requests]
-        self._core.outlet.take_ids(request.id for request in requests)
-        self._post_sequences("submit", sequences)
-        return [seq.future for seq in sequences]
+        return [seq.future for seq in self._submit(requests, on_delta)]
 
     def generate(self, requests: Sequence_[Request], timeout_s: float = 600.0) -> list[Completion]:
-        return wait_for_all(
-            self.submit(requests),
-            timeout_s,
-            what="generate",
-            abort=lambda: self.abort([request.id for request in requests]),
-            describe=self._control.describe,
-        )
+        return self._results("generate", self._submit(requests, None), timeout_s)
 
     def score(
         self,
@@ -311,6 +301,7 @@ class NativeEngine:
 
     def _loop(self) -> None:
         core, control, commands = self._core, self._control, self._commands
+        failure: EngineDiedError | None = None
         try:
             commands.enter_thread()
             self._runner.enter_thread()
@@ -321,22 +312,31 @@ class NativeEngine:
                 control.report_drained()
             commands.check_alive()  # where it was closed by what ends it, those that run are told so
         except BaseException as error:  # boundary: a dead thread must not leave its callers waiting
-            failure = error
-            if not isinstance(failure, EngineDiedError):
+            if isinstance(error, EngineDiedError):
+                failure = error
+            else:
                 failure = EngineDiedError(f"the engine's thread died: {type(error).__name__}: {error}")
                 failure.__cause__ = error
             commands.close(failure)
-            core.fail_all(failure)
             control.fail(failure)
             if not isinstance(error, EngineError):
                 raise
         finally:
             commands.fail_waiting()
             try:
-                core.close()
+                core.close(failure)
             finally:
                 self._runner.leave_thread()
                 self._runner.close()
+
+    def _submit(
+        self, requests: Sequence_[Request], on_delta: Callable[[Delta], None] | None
+    ) -> list[Sequence]:
+        self._check_available()
+        sequences = [self._admission.sequence(request, on_delta) for request in requests]
+        self._core.outlet.take_ids(request.id for request in requests)
+        self._post_sequences("submit", sequences)
+        return sequences
 
     def _post_sequences(self, name: str, sequences: Sequence_[Sequence]) -> None:
         """Whatever keeps the command from being run ends the sequences, which nobody else knows yet."""
@@ -357,6 +357,9 @@ class NativeEngine:
                 f"the engine's memory is released ({self._control.released}): call restore() before {what}()"
             )
         self._post_sequences(what, sequences)
+        return self._results(what, sequences, timeout_s)
+
+    def _results(self, what: str, sequences: Sequence_[Sequence], timeout_s: float) -> list[Any]:
         return wait_for_all(
             [seq.future for seq in sequences],
             timeout_s,

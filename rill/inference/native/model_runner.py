@@ -21,9 +21,11 @@ import torch
 
 from rill.errors import ModelError, UnsupportedError
 from rill.inference.native.adapters import AdapterStore
-from rill.inference.native.batch import ScoredRows, StepBatch
+from rill.inference.native.batch import StepBatch
 from rill.inference.native.host_memory import free_host_bytes
 from rill.inference.native.sampler import likeliest, sample
+from rill.inference.native.scheduler import Chunk
+from rill.inference.native.sequence import ScoredSequence
 from rill.inference.native.weight_update import WeightTargets
 from rill.models.decode.attention_paged import (
     FlatKernels,
@@ -62,7 +64,7 @@ class TurnResult:
     tokens_KS: npt.NDArray[np.integer[Any]]
     logprobs_KS: Floats
     scores: list[Floats]
-    """One array per ScoredRows of the first step."""
+    """One array for each of the first step's `scored`."""
     top: tuple[npt.NDArray[np.integer[Any]], Floats] | None = None
     """Tokens and log-probabilities [S, num_top], the likeliest first: of a turn of one step, where a sequence asked."""
 
@@ -206,7 +208,7 @@ class ModelRunner:
                 tokens_S, logprobs_S = sample(logits_SV, batch.sampling)
                 tokens_KS[index, :num_rows] = tokens_S.numpy()
                 logprobs_KS[index, :num_rows] = logprobs_S.numpy()
-            scores += [self.score(hidden_NE, scored).numpy() for scored in batch.scored]
+            scores += [self.score(hidden_NE[row:], chunk).numpy() for chunk, row in batch.scored]
         result = TurnResult(tokens_KS, logprobs_KS, scores, top)
         return lambda: result
 
@@ -267,7 +269,8 @@ class ModelRunner:
             # A model with experts cannot have batch-invariant products throughout.
             if structure is not None and (structure.is_dense or not is_invariant):
                 linear = invariant_linear if is_invariant else None
-                self.decoder = Decoder(structure, ops, linear, held.shards and held.shards.group)
+                group = None if held.shards is None else held.shards.group
+                self.decoder = Decoder(structure, ops, linear, group)
         if is_invariant and self.decoder is None:
             self.use_modules()
 
@@ -327,15 +330,18 @@ class ModelRunner:
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
         return self.logit_rule(self.head(hidden_SE).float())
 
-    def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> torch.Tensor:
-        """log p(target) of each row, a few rows at a time; of an embedding, the last row."""
-        if scored.is_embedding:
-            return hidden_NE[scored.last_row].float()
+    def score(self, hidden_TE: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """log p of the token after each of the chunk's, a few at a time; of an embedding, the last hidden state."""
+        seq, start, end = chunk.seq, chunk.start, chunk.start + chunk.length
+        assert isinstance(seq, ScoredSequence)
+        if seq.is_embedding:
+            return hidden_TE[chunk.length - 1].float()
+        targets_T = torch.tensor(seq.tokens[start + 1 : end + 1], device=self.device)
         parts = [torch.zeros(0, device=self.device)]
-        for start in range(0, len(scored.rows), SCORE_ROWS):
-            rows = torch.from_numpy(scored.rows[start : start + SCORE_ROWS]).to(self.device)
-            targets = torch.from_numpy(scored.targets[start : start + SCORE_ROWS]).to(self.device)
-            parts.append(self.token_logprobs(hidden_NE[rows], targets, scored.temperature or 1.0))
+        for at in range(0, len(targets_T), SCORE_ROWS):
+            targets_S = targets_T[at : at + SCORE_ROWS]
+            hidden_SE = hidden_TE[at : at + len(targets_S)]
+            parts.append(self.token_logprobs(hidden_SE, targets_S, seq.temperature or 1.0))
         return torch.cat(parts)
 
     def token_logprobs(

@@ -97,7 +97,9 @@ def _largest(runner: ModelRunner, cases: list[Case]) -> float:
 def _logits(runner: ModelRunner, ids: Int64s, place: int | CheckPicture) -> torch.Tensor:
     """`place`: where the first token stands, or the picture that is among them."""
     first, tokens = 0, ids.tolist()
-    seq = Sequence(request=Request(id="check", token_ids=ids), seed=0, arrival=0, tokens=tokens, slot=0)
+    seq = Sequence(
+        request=Request(id="check", token_ids=ids.astype(np.int32)), seed=0, arrival=0, tokens=tokens, slot=0
+    )
     if isinstance(place, CheckPicture):
         assert runner.vision is not None
         runner.vision.remember(place.picture.key, place.arguments["pixel_values"], place.grid)
