@@ -66,8 +66,6 @@ class BlockManager:
 
     def match(self, seq: Sequence) -> list[int]:
         """The cached blocks that hold the longest known prefix of this sequence. Takes no references."""
-        if not self.enable_prefix_cache or seq.is_scored:
-            return []
         found: list[int] = []
         for key in self._keys(seq, len(seq.tokens) // self.block_size):
             block = self._cached.get(key)
@@ -78,10 +76,9 @@ class BlockManager:
 
     def is_awaited(self, seq: Sequence, num_matched: int) -> bool:
         """Whether another running sequence is about to compute the first block that this one lacks."""
-        keys = seq.block_keys
-        if not self.enable_prefix_cache or seq.is_scored or num_matched >= len(keys):
+        if num_matched >= len(seq.block_keys):
             return False
-        owner = self._coming.get(keys[num_matched])
+        owner = self._coming.get(seq.block_keys[num_matched])
         return owner is not None and owner is not seq
 
     def hold(self, seq: Sequence, blocks: Iterable[int]) -> None:
@@ -95,27 +92,20 @@ class BlockManager:
 
     def announce(self, seq: Sequence) -> None:
         """Let others know which full blocks this sequence is going to publish."""
-        if not self.enable_prefix_cache or seq.is_scored:
-            return
         for key in self._keys(seq, len(seq.tokens) // self.block_size)[seq.num_published :]:
             self._coming.setdefault(key, seq)
 
     def publish(self, seq: Sequence) -> None:
         """Put the full blocks whose tokens are known and computed (or being computed) into the cache."""
-        if not self.enable_prefix_cache or seq.is_scored:
-            return
-        num_full = min(seq.num_computed, len(seq.tokens)) // self.block_size
-        if num_full <= seq.num_published:
-            return
-        keys = self._keys(seq, num_full)
-        for index in range(seq.num_published, num_full):
-            key, block = keys[index], seq.block_ids[index]
+        keys = self._keys(seq, min(seq.num_computed, len(seq.tokens)) // self.block_size)
+        while seq.num_published < len(keys):
+            key, block = keys[seq.num_published], seq.block_ids[seq.num_published]
+            seq.num_published += 1
             if self._coming.get(key) is seq:
                 del self._coming[key]
             if key not in self._cached and self._key_of[block] is None:
                 self._cached[key] = block
                 self._key_of[block] = key
-        seq.num_published = num_full
 
     def flush(self) -> None:
         """Forget all cached contents. Blocks that sequences hold stay theirs and are no longer shared."""
@@ -164,6 +154,9 @@ class BlockManager:
         return block
 
     def _keys(self, seq: Sequence, num_full: int) -> list[bytes]:
+        """Of its first full blocks; none of a sequence that shares nothing."""
+        if not self.enable_prefix_cache or seq.is_scored:
+            return []
         keys, size = seq.block_keys, self.block_size
         first, words, pictures = len(keys), size * 4, seq.request.pictures
         if first >= num_full:

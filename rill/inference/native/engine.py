@@ -123,10 +123,7 @@ class NativeEngine:
 
         @model_validator(mode="after")
         def _can_be_spread(self) -> NativeEngine.Config:
-            apart = {
-                "batch_invariant": self.batch_invariant,
-                "fast_path=false": not self.fast_path,
-            }
+            apart = {"batch_invariant": self.batch_invariant, "fast_path=false": not self.fast_path}
             wrong = next((name for name, is_on in apart.items() if is_on), None)
             if self.tensor_parallel_size > 1 and wrong:
                 raise ValueError(f"tensor_parallel_size > 1 does not go together with {wrong}: change one")
@@ -144,11 +141,7 @@ class NativeEngine:
             return self.quantization is not None or self.kv_cache_dtype == "fp8"
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        model: PreTrainedModel | None = None,
-        owns_model: bool = False,
+        self, config: Config, *, model: PreTrainedModel | None = None, owns_model: bool = False
     ) -> None:
         """`model`: an already loaded module whose parameters are used in place, e.g. the trainer's.
 

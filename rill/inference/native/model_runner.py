@@ -27,13 +27,7 @@ from rill.inference.native.sampler import likeliest, sample
 from rill.inference.native.scheduler import Chunk
 from rill.inference.native.sequence import ScoredSequence
 from rill.inference.native.weight_update import WeightTargets
-from rill.models.decode.attention_paged import (
-    FlatKernels,
-    KVCache,
-    PagedBatch,
-    PagedContext,
-    paged_context,
-)
+from rill.models.decode.attention_paged import FlatKernels, KVCache, PagedBatch, PagedContext, paged_context
 from rill.models.decode.decoder import Decoder, DecoderOps
 from rill.models.decode.quantized import Writer, quantize_stages, quantize_weights
 from rill.models.decode.shards import Shards
@@ -140,8 +134,9 @@ class ModelRunner:
         shape = self.cache_shape
         sizes = [(num_blocks, shape.block_size, heads, dim) for heads, dim in shape.layers]
         # Zeros, not garbage: a masked score of NaN is still NaN, so unwritten slots must be finite.
-        self.cache.keys = [self._zeros(size) for size in sizes]
-        self.cache.values = [self._zeros(size) for size in sizes]
+        self.cache.keys, self.cache.values = (
+            [torch.zeros(size, dtype=shape.dtype, device=self.device) for size in sizes] for _ in range(2)
+        )
         if self.routing is not None and self._num_chosen:
             size = (num_blocks * shape.block_size, self.routing.num_layers, self._num_chosen)
             self._experts_SLK = torch.full(size, UNKNOWN, dtype=torch.int16, device=self.device)
@@ -200,8 +195,7 @@ class ModelRunner:
                 batch.token_ids_N[:] = tokens_KS[index - 1, :num_rows]
             hidden_NE = self.forward(batch)
             if num_rows:
-                rows = torch.from_numpy(batch.sampled_rows_S).to(self.device)
-                logits_SV = self.logits(hidden_NE[rows])
+                logits_SV = self.logits(hidden_NE[torch.from_numpy(batch.sampled_rows_S)])
                 if batch.sampling.num_top:
                     tokens, logprobs = likeliest(logits_SV, batch.sampling)
                     top = tokens.numpy(), logprobs.numpy()
@@ -244,9 +238,14 @@ class ModelRunner:
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Last hidden states [N, E], after the final norm."""
-        paged = self.paged_batch(batch)
-        ids = torch.from_numpy(batch.token_ids_N).to(self.device)
-        positions = torch.from_numpy(batch.positions_N).to(self.device)
+        paged = PagedBatch(
+            slots_N=torch.from_numpy(batch.kv_slots_N),
+            query_starts_B1=torch.from_numpy(batch.query_starts_B1),
+            context_lens_B=torch.from_numpy(batch.context_lens_B),
+            block_tables_BM=torch.from_numpy(batch.block_tables),
+            num_decodes=batch.num_decodes,
+        )
+        ids, positions = torch.from_numpy(batch.token_ids_N), torch.from_numpy(batch.positions_N)
         visual = self.visual_rows(batch)
         if self.decoder is not None and not batch.adapters:
             hidden_NE = self.decoder(ids, positions, paged, self.cache, visual=visual)
@@ -349,19 +348,6 @@ class ModelRunner:
     ) -> torch.Tensor:
         logprobs_SV = self.logits(hidden_SE).div_(temperature).log_softmax(-1)
         return logprobs_SV.gather(1, targets_S[:, None])[:, 0]
-
-    def paged_batch(self, batch: StepBatch) -> PagedBatch:
-        device = self.device
-        return PagedBatch(
-            slots_N=torch.from_numpy(batch.kv_slots_N).to(device),
-            query_starts_B1=torch.from_numpy(batch.query_starts_B1).to(device),
-            context_lens_B=torch.from_numpy(batch.context_lens_B).to(device),
-            block_tables_BM=torch.from_numpy(batch.block_tables).to(device),
-            num_decodes=batch.num_decodes,
-        )
-
-    def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
-        return torch.zeros(size, dtype=self.cache_shape.dtype, device=self.device)
 
 
 def refusal(model: PreTrainedModel, reason: str) -> ModelError:

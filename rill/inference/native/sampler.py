@@ -80,10 +80,6 @@ class SamplingBatch:
     """How many of the likeliest tokens are reported beside the sampled one."""
 
     @property
-    def num_rows(self) -> int:
-        return len(self.temperature_S)
-
-    @property
     def is_filtered(self) -> bool:
         return bool((self.top_k_S > 0).any() or (self.top_p_S < 1).any() or (self.min_p_S > 0).any())
 
@@ -92,21 +88,6 @@ class SamplingBatch:
         """Rows whose token is drawn from the whole distribution until it is one that the filter keeps."""
         is_alone = (self.top_k_S <= 0) & (self.min_p_S <= 0)
         return is_alone & (self.top_p_S < 1) & (self.top_p_S >= MIN_REDRAWN_P)
-
-    def masked(self) -> tuple[Longs, SamplingBatch] | None:
-        """The rows whose next token a grammar decides, as a batch of their own without other edits."""
-        if self.edits is None or not self.edits.masks:
-            return None
-        rows = np.array([row for row, _ in self.edits.masks], dtype=np.int64)
-        masks = [(index, bits) for index, (_, bits) in enumerate(self.edits.masks)]
-        return rows, SamplingBatch(
-            temperature_S=self.temperature_S[rows],
-            top_k_S=self.top_k_S[rows],
-            top_p_S=self.top_p_S[rows],
-            min_p_S=self.min_p_S[rows],
-            uniform_S=self.uniform_S[rows],
-            edits=LogitEdits(masks=masks),
-        )
 
 
 def sample(logits_SV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,11 +142,19 @@ def resample_masked(
     logits_SV: torch.Tensor, batch: SamplingBatch, tokens_S: torch.Tensor, logprobs_S: torch.Tensor
 ) -> torch.Tensor | None:
     """After a kernel that knows no masks: put the rows that have one right, and say which. `logits_SV` are edited."""
-    found = batch.masked()
-    if found is None:
+    if batch.edits is None or not batch.edits.masks:
         return None
-    rows = torch.from_numpy(found[0]).to(logits_SV.device)
-    tokens, logprobs = sample(logits_SV[rows].float(), found[1])
+    rows_S = np.array([row for row, _ in batch.edits.masks], dtype=np.int64)
+    masked = SamplingBatch(
+        temperature_S=batch.temperature_S[rows_S],
+        top_k_S=batch.top_k_S[rows_S],
+        top_p_S=batch.top_p_S[rows_S],
+        min_p_S=batch.min_p_S[rows_S],
+        uniform_S=batch.uniform_S[rows_S],
+        edits=LogitEdits(masks=[(row, bits) for row, (_, bits) in enumerate(batch.edits.masks)]),
+    )
+    rows = torch.from_numpy(rows_S).to(logits_SV.device)
+    tokens, logprobs = sample(logits_SV[rows].float(), masked)
     tokens_S[rows] = tokens.to(tokens_S.dtype)
     logprobs_S[rows] = logprobs
     return rows
@@ -186,7 +175,7 @@ def likeliest(logits_SV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tens
 def filter_logits(logits_SV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """-inf where top-k, top-p or min-p exclude a token."""
     device, vocab = logits_SV.device, logits_SV.shape[1]
-    cut_S = torch.full((batch.num_rows,), float("-inf"), device=device)
+    cut_S = torch.full((len(logits_SV),), float("-inf"), device=device)
     sorted_rows = np.flatnonzero((batch.top_k_S > 0) | (batch.top_p_S < 1))
     if len(sorted_rows):
         rows = torch.from_numpy(sorted_rows).to(device)

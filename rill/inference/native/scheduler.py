@@ -215,7 +215,7 @@ class Scheduler:
         """Give back a running sequence's blocks; it is computed again, tokens kept, when it is next admitted."""
         assert seq.num_in_flight == 0
         self._leave(seq)
-        seq.forget_cache()
+        seq.num_computed = 0
         seq.num_preempted += 1
         self.num_preempted += 1
         self.add(seq)

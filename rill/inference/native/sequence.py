@@ -129,12 +129,6 @@ class Sequence:
                 return found, StopReason.STOP
         return count, reason
 
-    def forget_cache(self) -> None:
-        """Nothing of this sequence is in the KV cache any more; its tokens stay and will be computed again."""
-        assert not self.block_ids and self.num_in_flight == 0
-        self.num_computed = 0
-        self.num_published = 0
-
     def take_delta(self, reason: StopReason | None = None) -> Delta:
         start = self.num_reported
         self.num_reported = self.num_generated
