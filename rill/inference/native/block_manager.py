@@ -64,8 +64,11 @@ class BlockManager:
     def root_key(version: int, adapter: str, salt: str) -> bytes:
         return _digest(repr((version, adapter, salt)).encode())
 
-    def match(self, seq: Sequence) -> list[int]:
+    def match(self, seq: Sequence, root: bytes) -> list[int]:
         """The cached blocks that hold the longest known prefix of this sequence. Takes no references."""
+        if seq.root_key != root:
+            seq.root_key = root
+            seq.block_keys.clear()
         found: list[int] = []
         for key in self._keys(seq, len(seq.tokens) // self.block_size):
             block = self._cached.get(key)

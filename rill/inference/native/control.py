@@ -23,7 +23,6 @@ class EngineControl:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._targets = core.runner.weight_targets()
-        self.paused: PauseMode | None = None
         self.released: MemoryLevel | None = None
         self.unavailable: str | None = None
         """Why no request can be served, in words."""
@@ -37,7 +36,7 @@ class EngineControl:
     def describe(self) -> str:
         """Any thread: the engine's state in words, for error messages."""
         scheduler = self._core.scheduler
-        paused = f", paused ({self.paused})" if self.paused else ""
+        paused = f", paused ({scheduler.paused})" if scheduler.paused else ""
         released = f", memory released ({self.released})" if self.released else ""
         return f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting{paused}{released}"
 
@@ -45,10 +44,7 @@ class EngineControl:
 
     def set_pause(self, mode: PauseMode | None) -> Future[None]:
         """The future is done once nothing more will run that the mode forbids."""
-        scheduler = self._core.scheduler
-        self.paused = mode
-        scheduler.admits_new = mode is None
-        scheduler.is_frozen = mode is PauseMode.INTERRUPT
+        self._core.scheduler.paused = mode
         self._core.drain()
         if (
             mode is PauseMode.INTERRUPT
@@ -68,7 +64,7 @@ class EngineControl:
             return
         scheduler = self._core.scheduler
         has_started = scheduler.running or any(seq.num_preempted for seq in scheduler.waiting)
-        if self.paused is not PauseMode.FINISH or not has_started:
+        if scheduler.paused is not PauseMode.FINISH or not has_started:
             for future in self._drained:
                 future.set_result(None)
             self._drained.clear()
@@ -83,8 +79,8 @@ class EngineControl:
     def release(self, level: MemoryLevel) -> None:
         core, scheduler = self._core, self._core.scheduler
         core.drain()
-        is_idle = not scheduler.running and not scheduler.waiting
-        if (self.paused is not PauseMode.INTERRUPT and scheduler.running) or not (is_idle or self.paused):
+        runs = scheduler.running or (scheduler.waiting and not scheduler.paused)
+        if runs and scheduler.paused is not PauseMode.INTERRUPT:
             raise EngineError(
                 f"release({level}) while requests run ({self.describe()}): pause() first, or wait until idle"
             )

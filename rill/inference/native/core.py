@@ -25,7 +25,7 @@ from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.native.speculation import Speculator
 from rill.inference.tally import Tally
 from rill.models.routing import UNKNOWN
-from rill.types import Floats, PolicyVersion, StopReason
+from rill.types import Floats, PolicyVersion
 
 if TYPE_CHECKING:
     from rill.inference.native.engine import NativeEngine
@@ -179,9 +179,7 @@ class EngineCore:
             numbers = zip(result.tokens_KS.T.tolist(), result.logprobs_KS.T.tolist(), strict=True)
             taken = [(t[:count], p[:count], count) for (t, p), count in zip(numbers, counts, strict=True)]
         self._sampled_tokens += sum(count for *_, count in taken)
-        news = self._append(work.decodes if work.drafts else first.sampled, taken, result)
-        self._tally.add(num_generated_tokens=sum(len(seq.tokens) - before for seq, _, before in news))
-        self._news += [(seq, reason) for seq, reason, _ in news]
+        self._append(work.decodes if work.drafts else first.sampled, taken, result)
         for (chunk, _), values in zip(first.scored, result.scores, strict=True):
             self._keep_scores(chunk, values)
         return True
@@ -209,13 +207,10 @@ class EngineCore:
             at += num_rows
         return taken
 
-    def _append(
-        self, sampled: list[Sequence], taken: list[Taken], result: TurnResult
-    ) -> list[tuple[Sequence, StopReason | None, int]]:
-        """Each sequence takes its tokens of the turn: (sequence, why it ended, how many it had before)."""
+    def _append(self, sampled: list[Sequence], taken: list[Taken], result: TurnResult) -> None:
+        """Each sequence takes its tokens of the turn."""
         version, blocks = int(self.version), self.scheduler.blocks
-        size = blocks.block_size
-        news = []
+        size, num_taken = blocks.block_size, 0
         for row, (seq, (tokens, logprobs, num_rows)) in enumerate(zip(sampled, taken, strict=True)):
             seq.num_in_flight -= num_rows
             if seq.is_finished:
@@ -233,8 +228,9 @@ class EngineCore:
                 self._end(seq)
             elif min(seq.num_computed, len(seq.tokens)) // size > seq.num_published:
                 blocks.publish(seq)
-            news.append((seq, reason, before))
-        return news
+            num_taken += len(seq.tokens) - before
+            self._news.append((seq, reason))
+        self._tally.add(num_generated_tokens=num_taken)
 
     def _keep_scores(self, chunk: Chunk, values: Floats) -> None:
         seq = chunk.seq

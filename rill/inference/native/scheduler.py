@@ -22,10 +22,12 @@ is changed.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple
 
+from rill.inference.base import PauseMode
 from rill.inference.native.block_manager import BlockManager
 from rill.inference.native.sequence import NO_SLOT, Sequence
 from rill.inference.native.speculation import Speculator
@@ -90,10 +92,9 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.admits_new = True
-        """False lets started sequences end and starts no others."""
-        self.is_frozen = False
-        """True starts nothing but scoring; whoever sets it preempts what runs."""
+        self.paused: PauseMode | None = None
+        """FINISH lets started sequences end and starts no others, INTERRUPT nothing but scoring; whoever sets that
+        preempts what runs."""
         self.num_preempted = 0
         self.num_special = 0
         """Running sequences whose steps are taken one at a time."""
@@ -126,7 +127,7 @@ class Scheduler:
             if drafts is not None:
                 return self._take_drafts(drafts)
         num_steps = self._num_steps if is_pure else 1
-        decodes, counts, grown, rest = self._take_decodes(budget, num_steps)
+        decodes, counts, grown, rest = self._take_decodes(budget, repeat(num_steps))
         chunks: list[Chunk] = []
         if num_steps == 1:
             self._take_chunks(rest, chunks, budget - len(decodes), can_admit)
@@ -145,16 +146,10 @@ class Scheduler:
         """One step that computes everybody's newest token and what may follow it."""
         if any(seq.num_in_flight for seq in self.running):
             raise NeedsResults
-        grown = []
-        for seq, draft in zip(self.running, drafts, strict=True):
-            assert seq.num_tokens - seq.num_computed == 1, "a turn of drafts is one of pure generation"
-            seq.num_computed += 1 + len(draft)
-            seq.num_in_flight += 1 + len(draft)
-            if seq.num_computed > len(seq.block_ids) * self.blocks.block_size:
-                self.blocks.grow(seq, seq.num_computed)
-                grown.append(seq)
-        counts = [1 + len(draft) for draft in drafts]
-        return Work(list(self.running), counts, grown, [], False, drafts)
+        wanted = [1 + len(draft) for draft in drafts]
+        decodes, counts, grown, rest = self._take_decodes(len(wanted), wanted)
+        assert counts == wanted and not rest, "a turn of drafts is one of pure generation"
+        return Work(decodes, counts, grown, [], False, drafts)
 
     def _take_chunks(self, rest: list[Sequence], chunks: list[Chunk], budget: int, can_admit: bool) -> None:
         """What is left of the budget goes to prompts: those begun, then new ones."""
@@ -171,9 +166,9 @@ class Scheduler:
         self._is_filling = any(seq.is_scored or seq.num_computed < seq.num_tokens - 1 for seq in self.running)
 
     def _take_decodes(
-        self, budget: int, num_steps: int
+        self, budget: int, most: Iterable[int]
     ) -> tuple[list[Sequence], list[int], list[Sequence], list[Sequence]]:
-        """Who takes its next tokens, how many, who of them has a new block for it, and who takes none.
+        """Who takes its next tokens, how many (`most` of each), who of them has a new block for it, and who takes none.
 
         _takes_one() and _take() for sampled tokens, spelt out: this is the loop that every turn runs.
         """
@@ -182,7 +177,7 @@ class Scheduler:
         grown: list[Sequence] = []
         rest: list[Sequence] = []
         size = self.blocks.block_size
-        for seq in self.running:
+        for seq, num_steps in zip(self.running, most, strict=False):
             num_computed = seq.num_computed
             num_tokens = len(seq.tokens) + seq.num_in_flight
             count = seq.max_tokens - num_tokens
@@ -287,7 +282,7 @@ class Scheduler:
                 return
             if not self._may_start(seq):
                 continue
-            matched = self._matched(seq)
+            matched = self.blocks.match(seq, self._root_key(seq))
             if self.blocks.is_awaited(seq, len(matched)):
                 continue
             chunk = self._try_start(seq, matched, budget)
@@ -295,14 +290,6 @@ class Scheduler:
                 return  # no room: those behind must not overtake
             chunks.append(chunk)
             budget -= chunk.length
-
-    def _matched(self, seq: Sequence) -> list[int]:
-        """The blocks in which its beginning is cached, under the keys of now."""
-        root = self._root_key(seq)
-        if seq.root_key != root:
-            seq.root_key = root
-            seq.block_keys.clear()
-        return self.blocks.match(seq)
 
     def _try_start(self, seq: Sequence, matched: list[int], budget: int) -> Chunk | None:
         size = self.blocks.block_size
@@ -330,8 +317,8 @@ class Scheduler:
         return self._take(seq, length)
 
     def _may_start(self, seq: Sequence) -> bool:
-        may_generate = (self.admits_new or seq.num_preempted > 0) and not self.is_frozen
-        return may_generate or seq.is_scored
+        has_begun = seq.num_preempted > 0
+        return seq.is_scored or self.paused is None or (self.paused is PauseMode.FINISH and has_begun)
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
