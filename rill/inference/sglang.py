@@ -133,15 +133,16 @@ class SglangEngine(RemoteEngine):
             weights = checked(tensors, self._expected, partial=partial)
             Checkpoint.write(weights, folder.path / "model.safetensors")
             body = {"model_path": str(folder.path), "flush_cache": True, "weight_version": str(version)}
-            await self._while_paused("/update_weights_from_disk", body)
-
-    async def _while_paused(self, path: str, body: dict[str, Any]) -> None:
-        """`retract` lets the update flush the cache even when others have requests at this server."""
-        await self._control("/pause_generation", {"mode": "retract"})
-        try:
-            await self._succeed(path, body)
-        finally:
-            await self._control("/continue_generation", {})
+            # `retract` lets the update flush the cache even when others have requests at this server.
+            await self._control("/pause_generation", {"mode": "retract"})
+            try:
+                answer = await self._control("/update_weights_from_disk", body)
+            except RequestError as error:  # an update that fails is a 400 with the reason in `message`
+                raise WeightSyncError(str(error)) from error
+            finally:
+                await self._control("/continue_generation", {})
+        if not (isinstance(answer, dict) and answer.get("success")):
+            raise WeightSyncError(f"sglang: the update failed: {str(answer)[:500]}")
 
     async def _flush(self) -> None:
         """It refuses while anything runs. Newer servers wait for that, older ones must be asked again."""
@@ -169,15 +170,6 @@ class SglangEngine(RemoteEngine):
 
     async def _control(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return await self._http.post(path, body, headers=self._admin)
-
-    async def _succeed(self, path: str, body: dict[str, Any]) -> None:
-        """Updates that fail are a 400 with the reason in `message`."""
-        try:
-            answer = await self._control(path, body)
-        except RequestError as error:
-            raise WeightSyncError(str(error)) from error
-        if not (isinstance(answer, dict) and answer.get("success")):
-            raise WeightSyncError(f"sglang: {path} failed: {str(answer)[:500]}")
 
     async def _ask_context(self) -> int:
         info = await self._http.get("/server_info") or await self._http.get("/get_server_info")
