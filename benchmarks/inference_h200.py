@@ -182,12 +182,12 @@ def narrow(engine: NativeEngine, fixed_rate: float) -> None:
 
 
 def one_tail(engine: NativeEngine, lengths: list[int], num_slots: int, tag: str, fixed_rate: float) -> None:
-    begin, start = engine.stats().extra, time.perf_counter()
+    begin, start = engine.stats(), time.perf_counter()
     futures = engine.submit(requests(random_prompts(len(lengths), 128, 31), lengths, tag))
     while engine.stats().num_waiting or not engine.stats().num_running:
         time.sleep(0.002)
     queued_s = time.perf_counter() - start
-    sustained = (engine.stats().extra["num_sampled_tokens"] - begin["num_sampled_tokens"]) / queued_s
+    sustained = (engine.stats().num_generated_tokens - begin.num_generated_tokens) / queued_s
     [f.result(timeout=300) for f in futures]
     seconds = time.perf_counter() - start
     bound = sum(lengths) / tail_bound_s(lengths, num_slots, 128)
@@ -200,7 +200,7 @@ def one_tail(engine: NativeEngine, lengths: list[int], num_slots: int, tag: str,
         seconds=round(seconds, 2),
         seconds_until_the_queue_was_empty=round(queued_s, 2),
         tokens_per_s_until_then=round(sustained),
-        steps=engine.stats().extra["num_steps"] - begin["num_steps"],
+        steps=engine.stats().extra["num_steps"] - begin.extra["num_steps"],
         mean=round(float(np.mean(lengths))),
         longest=max(lengths),
     )

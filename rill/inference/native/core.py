@@ -66,7 +66,7 @@ class EngineCore:
         self._news: list[News] = []
         """What was read and is not delivered."""
         self._tally = Tally()
-        self._steps = self._sampled_tokens = 0
+        self._num_steps = 0
 
     @property
     def has_work(self) -> bool:
@@ -115,7 +115,7 @@ class EngineCore:
             return None
         self.builder.has_adapters = self.runner.adapters.num_changes > 0
         steps = self.builder.build(work)
-        self._steps += len(steps)
+        self._num_steps += len(steps)
         return work, steps, self.runner.launch(steps)
 
     def drain(self) -> None:
@@ -151,7 +151,7 @@ class EngineCore:
             num_kv_blocks=scheduler.blocks.num_usable,
             num_free_kv_blocks=scheduler.blocks.num_free,
             version=self.version,
-            extra={"num_steps": float(self._steps), "num_sampled_tokens": float(self._sampled_tokens)},
+            extra={"num_steps": float(self._num_steps)},
         )
 
     def _needs_results_first(self) -> bool:
@@ -178,7 +178,6 @@ class EngineCore:
             counts = work.counts + [1] * (len(first.sampled) - len(work.counts))
             numbers = zip(result.tokens_KS.T.tolist(), result.logprobs_KS.T.tolist(), strict=True)
             taken = [(t[:count], p[:count], count) for (t, p), count in zip(numbers, counts, strict=True)]
-        self._sampled_tokens += sum(count for *_, count in taken)
         self._append(work.decodes if work.drafts else first.sampled, taken, result)
         for (chunk, _), values in zip(first.scored, result.scores, strict=True):
             self._keep_scores(chunk, values)

@@ -25,7 +25,8 @@ class CpuRunner(ModelRunner):
     def __init__(self, loaded: LoadedModel, config: NativeEngine.Config) -> None:
         super().__init__(loaded, config)
         kernels = load_cpu_kernels()
-        if kernels is not None and not CpuKernels.supports(self.model.dtype, self.cache_shape.head_dim):
+        widest = max(dim for _, dim in self.cache_shape.layers)
+        if kernels is not None and not CpuKernels.supports(self.model.dtype, widest):
             kernels = None
         self._cpu_kernels = kernels
         fast_path = config.fast_path and not (self.batch_invariant and kernels is None)

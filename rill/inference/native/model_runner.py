@@ -78,11 +78,6 @@ class CacheShape:
         per_token = 2 * sum(heads * dim for heads, dim in self.layers) * self.dtype.itemsize
         return per_token * self.block_size
 
-    @property
-    def head_dim(self) -> int:
-        """Of the widest layer."""
-        return max(dim for _, dim in self.layers)
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -124,6 +119,7 @@ class ModelRunner:
         self.kernels: FlatKernels = TorchKernels()
         self.decoder: Decoder | None = None
         self.routing: Routing | None = None
+        """Every token's choice is kept beside its keys and values, where it is recorded."""
         self._experts_SLK: torch.Tensor | None = None
         """int16: the experts of every token in the cache, by its slot."""
         self._num_chosen = 0
@@ -211,11 +207,6 @@ class ModelRunner:
         """A turn that rank 0 launches, computed with it on another rank: nothing is sampled here."""
         for batch in steps:
             self.forward(batch)
-
-    def record_experts(self) -> None:
-        """From here on every token's choice is kept beside its keys and values: routed_experts()."""
-        self.routing = Routing(self.model)
-        self.routing.is_recording = True
 
     def routed_experts(self, block_ids: list[int], num_tokens: int) -> npt.NDArray[np.int16] | None:
         """[num_tokens, L, K] of a sequence whose cache lies in these blocks; None where nothing is recorded."""

@@ -1,8 +1,5 @@
 """The one door by which tokens leave the engine: streams, completions, scores, failures.
 
-    step's results ──► append to the sequences ──► Outlet.deliver(all of the step's news) ──► on_delta, futures
-                                                   Outlet.fail / .score
-
 Called by the engine's thread alone, once a step, after the sequences hold their new tokens and before anybody outside
 has seen one. Whatever must know of every token first (a write-ahead log, say) extends it.
 

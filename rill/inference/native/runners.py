@@ -17,6 +17,7 @@ from rill.models.decode.tensor_group import TensorGroup
 from rill.models.eager import has_tower, probe_model
 from rill.models.loading import DTYPES, attention_of_parts, check_interface, load_model
 from rill.models.pictures import load_pictures
+from rill.models.routing import Routing
 from rill.models.vision import VisionTower
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def load_runner(
     else:
         runner = CpuRunner(loaded, config)
     if config.routed_experts:
-        runner.record_experts()
+        runner.routing = Routing(own)
+        runner.routing.is_recording = True
     if has_tower(own):
         reader = load_pictures(config.model)
         assert reader is not None

@@ -121,7 +121,9 @@ class Scheduler:
         self._make_room()
         budget = self.max_batched_tokens
         can_admit = self._can_admit()
-        is_pure = not can_admit and self._is_pure()
+        # Nobody could begin or go on with a prompt meanwhile, and blocks are plenty: the turn may be longer.
+        is_pure = not (can_admit or self.num_special or self._is_filling)
+        is_pure &= len(self.running) <= min(self.blocks.num_free, budget)
         if is_pure and self._speculator is not None:
             drafts = self._speculator.propose(self.running)
             if drafts is not None:
@@ -135,12 +137,6 @@ class Scheduler:
             most_first = sorted(range(len(counts)), key=lambda i: -counts[i])
             decodes, counts = [decodes[i] for i in most_first], [counts[i] for i in most_first]
         return Work(decodes, counts, grown, chunks, self.num_special > 0)
-
-    def _is_pure(self) -> bool:
-        """Nobody could begin or go on with a prompt meanwhile, and blocks are plenty: the turn may be longer."""
-        if self.num_special or self._is_filling:
-            return False
-        return len(self.running) <= min(self.blocks.num_free, self.max_batched_tokens)
 
     def _take_drafts(self, drafts: list[list[int]]) -> Work:
         """One step that computes everybody's newest token and what may follow it."""
@@ -226,11 +222,8 @@ class Scheduler:
         """Preempt from the end until every sequence in the middle of generation can take its next token."""
         size = self.blocks.block_size
         while len(self.running) > self.blocks.num_free:  # each takes at most one block
-            need = 0
-            for seq in self.running:
-                if self._takes_one(seq):
-                    need += seq.num_tokens > len(seq.block_ids) * size
-            if need <= self.blocks.num_free:
+            takers = filter(self._takes_one, self.running)
+            if sum(seq.num_tokens > len(seq.block_ids) * size for seq in takers) <= self.blocks.num_free:
                 return
             if any(seq.num_in_flight for seq in self.running):
                 raise NeedsResults
