@@ -19,7 +19,7 @@ from rill.inference.native.sampler import hash_seed
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.requests import check_adapter, check_pictures, check_request, check_tokens
 from rill.models.pictures import rope_positions
-from rill.types import TokenIds
+from rill.types import StopReason, TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,8 +44,9 @@ class Admission:
         self._check(request)
         tokens = np.asarray(request.token_ids).tolist()
         arrival = next(self._counter)
-        eos_ids: frozenset[int] = frozenset() if params.ignore_eos else self._eos_ids
-        end_ids = eos_ids.union(params.stop_token_ids)
+        ends = dict.fromkeys(params.stop_token_ids, StopReason.STOP)
+        if not params.ignore_eos:
+            ends |= dict.fromkeys(self._eos_ids, StopReason.EOS)
         generated = tokens[len(tokens) - request.num_generated :]
         matcher = None
         if params.stop:
@@ -55,15 +56,14 @@ class Admission:
         guide = self._guide(request, generated)
         edits = None
         if SequenceEdits.are_needed(params, guide):
-            edits = SequenceEdits(params, tokens, num_generated=len(generated), end_ids=end_ids, guide=guide)
+            edits = SequenceEdits(params, tokens, num_generated=len(generated), end_ids=ends, guide=guide)
         return Sequence(
             request=request,
             seed=hash_seed(params.seed) if params.seed is not None else hash_seed(self._seed, arrival + 1),
             arrival=arrival,
             on_delta=on_delta,
             stop_matcher=matcher,
-            eos_ids=eos_ids,
-            end_ids=end_ids,
+            ends=ends,
             edits=edits,
             max_tokens=min(len(tokens) + params.max_new_tokens, self._max_context),
             tokens=tokens,

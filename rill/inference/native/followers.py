@@ -1,8 +1,8 @@
-"""Several processes that run one model: rank 0's side, which starts the others and leads them (tensor parallelism).
+"""Several processes that run one model (tensor parallelism): rank 0 starts the others and leads them.
 
     rank 0   engine, scheduler, sampler ─► LeadingRunner ─► its own runner ──┐
                                                │ socket: what to do          │ group: tokens, partial sums, weights
-    rank 1                                     └──────► follower.py ─► runner┘
+    rank 1                                     └────────► Follower ─► runner ┘
 
 Rank 0 alone decides and samples. It tells the others each step's small arrays (positions, cache slots, table changes)
 over a socket and then computes the step with them; a scheduler on every rank would have to be fed the same commands at
@@ -10,14 +10,17 @@ the same moments, and would have to agree for ever. Token ids come from rank 0 i
 on CUDA the host does not know them yet. Everything else that changes a runner (cache, weights, graphs) is told the same
 way, in the same order.
 
-A follower that dies fails whatever waits for it, by rank and process (`failure`), and ends the engine; a leader that
-dies ends its followers, whose standard input closes with it. Every wait for another rank has a deadline.
+A follower holds its part of the model and of the cache, and neither schedules nor samples. One that dies fails whatever
+waits for it, by rank and process (`failure`), and ends the engine; a leader that dies ends its followers, whose
+standard input closes with it. Every wait for another rank has a deadline.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import signal
 import socket
 import struct
 import subprocess
@@ -31,13 +34,14 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
-from rill.errors import ConfigError, EngineDiedError, EngineError
+from rill.errors import ConfigError, EngineDiedError, EngineError, RillError
 from rill.inference.commands import MOVE_TIMEOUT_S
 from rill.inference.native.batch import StepBatch, changed_places
 from rill.inference.native.model_runner import ModelRunner, PendingTurn, TurnResult
-from rill.inference.native.runners import device_of, load_runner
+from rill.inference.native.runners import context_limit, device_of, load_runner
 from rill.inference.native.self_check import check_runner
 from rill.inference.native.weight_update import WeightTargets
 from rill.models.decode.shards import check_divides
@@ -49,6 +53,8 @@ from rill.runtime.transfer import collective
 
 if TYPE_CHECKING:
     from rill.inference.native.engine import NativeEngine
+
+log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 STEP_TIMEOUT_S = 300
@@ -62,7 +68,7 @@ HERE, READY = "here", "ready"
 class Seat(NamedTuple):
     """What a follower is told first."""
 
-    config: dict[str, Any]
+    config: NativeEngine.Config
     rank: int
     size: int
     port: int
@@ -247,7 +253,7 @@ class Followers:
         # A follower that has stopped reading must not stop this rank for longer than a step may take.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STEP_TIMEOUT_S, 0))
         process = subprocess.Popen(
-            bootstrap("rill.inference.native.follower:main", str(theirs.fileno()), list(sys.path)),
+            bootstrap("rill.inference.native.followers:main", str(theirs.fileno()), list(sys.path)),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.PIPE,  # never written to: it closes when this process ends
             env={**os.environ, **thread_env(torch.get_num_threads(), os.environ)},
@@ -257,7 +263,7 @@ class Followers:
 
     def _seat(self, rank: int) -> Seat:
         device = f"cuda:{(self._device.index or 0) + rank}" if self._device.type == "cuda" else "cpu"
-        return Seat(self._config.model_dump(mode="json"), rank, self._size, self._store.port, device)
+        return Seat(self._config, rank, self._size, self._store.port, device)
 
     def _check_devices(self) -> None:
         if self._device.type == "cuda":
@@ -307,3 +313,64 @@ def _heard(connection: Connection) -> str:
         return str(connection.recv())
     except (EOFError, OSError):
         return ""
+
+
+# --- another rank's process -----------------------------------------------------------------------------------
+
+
+class Follower:
+    """Does what rank 0 says, in that order."""
+
+    def __init__(self, seat: Seat) -> None:
+        config = seat.config
+        store = collective.open_store(HOST, seat.port, is_master=False, timeout_s=STEP_TIMEOUT_S)
+        self._group = seat.join(store)
+        self._runner, _ = load_runner(config, None, group=self._group)
+        self._runner.enter_thread()
+        self._targets = self._runner.weight_targets()
+        limit = context_limit(self._runner.model.config, config.max_context)
+        size = (self._runner.max_num_seqs, -(-limit // config.block_size))
+        self._tables = np.zeros(size, dtype=np.int32)
+
+    def do(self, method: str, args: tuple[Any, ...]) -> None:
+        if method == "follow":
+            self._runner.follow([self._seated(step) for step in args[0]])
+        elif method == "receive":
+            self._targets.receive(*args)
+        elif method == "free_bytes":
+            self._group.least(self._runner.free_bytes())
+        else:
+            getattr(self._runner, method)(*args)
+
+    def _seated(self, step: StepBatch) -> StepBatch:
+        """With whole tables, which this rank keeps up to date."""
+        self._tables[changed_places(step.table_updates)] = step.tables
+        step.tables = self._tables
+        return step
+
+
+def main(descriptor: int) -> None:
+    """Ends when it is told to, when what it does fails, which it says first, and when rank 0's process is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends this process in order
+    threading.Thread(target=_end_with_leader, daemon=True).start()
+    connection = Connection(descriptor)
+    seat: Seat = connection.recv()
+    try:
+        connection.send(HERE)
+        follower = Follower(seat)
+        connection.send(READY)
+        while (message := connection.recv())[0] != "end":
+            follower.do(*message)
+    except Exception as error:  # boundary: told by rank 0, which lost the step too
+        if not isinstance(error, RillError | EOFError):
+            log.exception("rank %d ends", seat.rank)
+        with suppress(OSError):
+            connection.send(f"{type(error).__name__}: {error}")
+        os._exit(1)
+    os._exit(0)  # nothing here is worth the seconds that an orderly end takes
+
+
+def _end_with_leader() -> None:
+    """Whatever the main thread waits for, a collective on a device too."""
+    sys.stdin.buffer.read()
+    os._exit(1)

@@ -8,7 +8,7 @@ Axes: S sampled row, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,7 +70,7 @@ class SequenceEdits:
         tokens: Sequence[int],
         *,
         num_generated: int,
-        end_ids: frozenset[int],
+        end_ids: Iterable[int],
         guide: GuideMatcher | None,
     ) -> None:
         """`tokens`: all so far, the last `num_generated` of them generated: presence and frequency count those."""

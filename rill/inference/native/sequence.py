@@ -42,9 +42,8 @@ class Sequence:
     """Of its Completion, or of what was computed for a ScoredSequence."""
     on_delta: Callable[[Delta], None] | None = None
     stop_matcher: StopMatcher | None = None
-    eos_ids: frozenset[int] = frozenset()
-    end_ids: frozenset[int] = frozenset()
-    """Every token that ends it, those of eos_ids among them."""
+    ends: dict[int, StopReason] = field(default_factory=dict)
+    """Every token that ends it, and as what."""
     edits: SequenceEdits | None = None
     """What its parameters change in single logits."""
     max_tokens: int = 0
@@ -119,9 +118,9 @@ class Sequence:
     def _first_end(self, tokens: list[int]) -> tuple[int, StopReason | None]:
         """How many of the tokens are taken, and why no more."""
         count, reason = len(tokens), None
-        if not self.end_ids.isdisjoint(tokens):
-            at = next(i for i, token in enumerate(tokens) if token in self.end_ids)
-            count, reason = at + 1, StopReason.EOS if tokens[at] in self.eos_ids else StopReason.STOP
+        if not self.ends.keys().isdisjoint(tokens):
+            at = next(i for i, token in enumerate(tokens) if token in self.ends)
+            count, reason = at + 1, self.ends[tokens[at]]
         if self.stop_matcher is not None:
             # An end by id comes first where both are there, and its own text is not looked at.
             found = self.stop_matcher.push(tokens[: count - (reason is not None)])
