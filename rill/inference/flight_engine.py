@@ -89,7 +89,7 @@ class FlightEngine(Generates):
         """Afterwards the engine has them, and nothing in its prefix cache is older."""
         raise AssertionError
 
-    async def _score_one(self, token_ids: TokenIds) -> Floats:
+    async def _score_one(self, token_ids: TokenIds, adapter: str | None) -> Floats:
         """At temperature 1."""
         raise AssertionError
 
@@ -123,14 +123,20 @@ class FlightEngine(Generates):
         return [flight.future for flight in flights]
 
     def score(
-        self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
+        self,
+        sequences: Sequence[TokenIds],
+        temperature: float = 1.0,
+        timeout_s: float = 600.0,
+        *,
+        adapter: str | None = None,
     ) -> list[Floats]:
         self._require(Feature.SCORE)
+        self._check_available()
         if temperature != 1.0:
             raise UnsupportedError(f"{self.name} scores at temperature 1 only, got {temperature}")
 
         async def score_all() -> list[Floats]:
-            return await asyncio.gather(*(self._score_one(s) for s in sequences))
+            return await asyncio.gather(*(self._score_one(s, adapter) for s in sequences))
 
         return self._call(score_all(), "score", timeout_s)
 

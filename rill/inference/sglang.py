@@ -115,13 +115,15 @@ class SglangEngine(RemoteEngine):
             if not is_over:
                 await self._control("/abort_request", {"rid": rid})
 
-    async def _score_one(self, token_ids: TokenIds) -> Floats:
+    async def _score_one(self, token_ids: TokenIds, adapter: str | None) -> Floats:
         body = {
             "input_ids": token_ids.tolist(),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
+        if adapter is not None:
+            body["lora_path"] = adapter
         answer = await self._http.post("/generate", body)
         entries = answer["meta_info"]["input_token_logprobs"]
         if [entry[1] for entry in entries] != token_ids.tolist():

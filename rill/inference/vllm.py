@@ -18,14 +18,10 @@ What vLLM does not promise, these files see to:
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field
 
 from rill.config import PartConfig
@@ -38,7 +34,7 @@ from rill.inference.vllm_loop import VllmLoop, VllmWords
 from rill.inference.vllm_worker import report_before_truncation, tie_head
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.runtime.process.scratch import ScratchFolder
-from rill.types import Floats, PolicyVersion, SamplingParams, TokenIds
+from rill.types import PolicyVersion
 
 
 class VllmEngine(VllmLoop):
@@ -96,35 +92,6 @@ class VllmEngine(VllmLoop):
     @property
     def adapters(self) -> frozenset[str]:
         return frozenset(self._adapters)
-
-    def score(
-        self,
-        sequences: Sequence[TokenIds],
-        temperature: float = 1.0,
-        timeout_s: float = 600.0,
-        *,
-        adapter: str | None = None,
-    ) -> list[Floats]:
-        """vLLM reports prompts at temperature 1 only, and needs room for one more token."""
-        if temperature != 1.0:
-            raise UnsupportedError(f"vllm scores at temperature 1 only, got {temperature}")
-        self._check_available()
-        requests = [
-            Request(
-                id=f"score-{time.monotonic_ns()}-{index}",
-                token_ids=np.asarray(tokens, np.int32),
-                sampling=SamplingParams(max_new_tokens=1),
-                adapter=adapter,
-            )
-            for index, tokens in enumerate(sequences)
-        ]
-        for request in requests:
-            self._check(request)
-
-        async def score_all() -> list[Floats]:
-            return await asyncio.gather(*map(self._scores, requests))
-
-        return self._call(score_all(), "score", timeout_s)
 
     def release(self, level: MemoryLevel) -> None:
         if Feature.RELEASE_MEMORY not in self.features:

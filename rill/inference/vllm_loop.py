@@ -22,7 +22,7 @@ from rill.inference.base import Completion, Delta, MemoryLevel, Request
 from rill.inference.flight import Flight
 from rill.inference.flight_engine import FlightEngine
 from rill.inference.requests import sampling_words
-from rill.types import Floats, PolicyVersion, StopReason
+from rill.types import Floats, PolicyVersion, SamplingParams, StopReason, TokenIds
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,13 @@ class VllmLoop(FlightEngine):
         completion: Completion = await self._run(_Job(request, flight), params)
         return completion
 
-    async def _scores(self, request: Request) -> Floats:
+    async def _score_one(self, token_ids: TokenIds, adapter: str | None) -> Floats:
+        """vLLM needs room for one more token."""
+        one = SamplingParams(max_new_tokens=1)
+        request = Request(
+            id="score", token_ids=np.asarray(token_ids, np.int32), sampling=one, adapter=adapter
+        )
+        self._check(request)
         scores: Floats = await self._run(_Job(request, None), self._words.scoring())
         return scores
 

@@ -67,9 +67,14 @@ class VllmServerEngine(RemoteEngine):
     def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         return completion_chunks(self._http, "/v1/completions", request, self.config.served_name)
 
-    async def _score_one(self, token_ids: TokenIds) -> Floats:
+    async def _score_one(self, token_ids: TokenIds, adapter: str | None) -> Floats:
         ids = token_ids.tolist()
-        body = {"model": self.config.served_name, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
+        body = {
+            "model": adapter or self.config.served_name,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
         answer = await self._http.post("/v1/completions", body | {"prompt_logprobs": 0})
         scores = np.zeros(len(ids), np.float32)
         for index, entry in enumerate(answer["choices"][0]["prompt_logprobs"] or []):

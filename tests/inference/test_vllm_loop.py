@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rill.errors import EngineError
+from rill.errors import EngineError, RequestError, UnsupportedError
 from rill.inference.base import Completion, Delta, Feature, NamedTensors, PauseMode, Request
 from rill.inference.vllm_loop import VllmLoop, VllmWords
 from rill.types import PolicyVersion, SamplingParams, StopReason
@@ -47,11 +47,12 @@ class LLMEngine:
                 token_ids=[token], logprobs=[{token: SimpleNamespace(logprob=-0.5)}],
                 finish_reason="length" if state[1] == 0 else None, stop_reason=None,
             )  # fmt: skip
+            told = [None, *({other: SimpleNamespace(logprob=-other / 8)} for other in state[0][1:-1])]
             outputs.append(
                 SimpleNamespace(
-                    request_id=name, outputs=[sample], finished=state[1] == 0, num_cached_tokens=0
+                    request_id=name, outputs=[sample], finished=state[1] == 0, num_cached_tokens=0, prompt_logprobs=told
                 )
-            )
+            )  # fmt: skip
             if state[1] == 0:
                 del self.requests[name]
         return outputs
@@ -64,9 +65,12 @@ class Words:
     def sampling(self, request: Request, num_kept: int = 0) -> Request:
         return request
 
+    def scoring(self) -> Request:
+        return request("", length=1)
+
 
 class Driven(VllmLoop):
-    features = frozenset({Feature.STREAM, Feature.UPDATE_WEIGHTS})
+    features = frozenset({Feature.STREAM, Feature.SCORE, Feature.UPDATE_WEIGHTS})
 
     async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
         await self._emptied()
@@ -102,6 +106,17 @@ def test_requests_run_to_their_end(engine: VllmLoop) -> None:
     for index, completion in enumerate(done, start=1):
         assert completion.token_ids.tolist() == list(range(100 * index + 1, 100 * index + 21))
     assert engine.stats().num_generated_tokens == 60 and engine.stats().num_running == 0
+
+
+def test_texts_are_scored_by_their_own_tokens_while_requests_run(engine: VllmLoop) -> None:
+    (future,) = engine.submit([request("long", length=200)])
+    scores = engine.score([np.array(ids, np.int32) for ids in ([3, 4, 8], [9], [5, 6])])
+    assert [each.tolist() for each in scores] == [[0, -0.5, -1], [0], [0, -0.75]]
+    with pytest.raises(UnsupportedError, match="temperature 1"):
+        engine.score([np.array([3], np.int32)], temperature=0.5)
+    with pytest.raises(RequestError, match="token_ids"):
+        engine.score([np.array([], np.int32)])
+    assert len(future.result(20).token_ids) == 200
 
 
 def test_what_an_update_interrupts_goes_on_with_its_tokens_and_both_versions(
