@@ -71,17 +71,12 @@ class StepBatch:
 
     @property
     def block_tables(self) -> Int32s:
-        num_columns = -(-self.max_context_len // self.block_size)
-        return self.tables[self.slots_B, :num_columns]
+        return self.tables[self.slots_B, : -(-int(self.context_lens_B.max()) // self.block_size)]
 
     @property
     def is_decode_only(self) -> bool:
         """Every sequence has one new token, and samples the next."""
         return self.pictures is None and self.num_decodes == len(self.sampled_rows_S) == self.num_seqs
-
-    @property
-    def max_context_len(self) -> int:
-        return int(self.context_lens_B.max())
 
 
 class BatchBuilder:

@@ -123,16 +123,15 @@ class NativeEngine:
 
         @model_validator(mode="after")
         def _can_be_spread(self) -> NativeEngine.Config:
-            apart = {"batch_invariant": self.batch_invariant, "fast_path=false": not self.fast_path}
-            wrong = next((name for name, is_on in apart.items() if is_on), None)
-            if self.tensor_parallel_size > 1 and wrong:
-                raise ValueError(f"tensor_parallel_size > 1 does not go together with {wrong}: change one")
-            if self.tensor_parallel_size > 1:
-                wrong = "tensor_parallel_size > 1"
-            if self.is_quantized and wrong:
+            alone = {"batch_invariant": self.batch_invariant, "fast_path=false": not self.fast_path}
+            wrong = next((name for name, is_on in alone.items() if is_on), None)
+            spread = "tensor_parallel_size > 1" if self.tensor_parallel_size > 1 else None
+            if spread and wrong:
+                raise ValueError(f"{spread} does not go together with {wrong}: change one")
+            if self.is_quantized and (spread or wrong):
                 name = "kv_cache_dtype" if self.quantization is None else "quantization"
                 raise ValueError(
-                    f"{name} = {getattr(self, name)!r} does not go together with {wrong}: change one"
+                    f"{name} = {getattr(self, name)!r} does not go together with {spread or wrong}: change one"
                 )
             return self
 
