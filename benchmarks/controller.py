@@ -73,11 +73,11 @@ class NullRollout(Worker):
         self.payload = np.zeros(num_bytes, np.uint8)
         self.work_s = work_s
 
-    def generate(self, flows: Flows) -> int:
+    def generate(self, flows: Flows, epoch: int) -> int:
         count = 0
         if self.work_s:
             time.sleep(self.work_s)
-        for task in flows.tasks:
+        for task in flows.tasks.of_epoch(epoch):
             for i in range(task.num_samples):
                 flows.samples.put(self.payload, key=sample_key(task.id, i))
             flows.outcomes.put(
