@@ -49,8 +49,8 @@ from rill.workflows.edges import Edge
 from rill.workflows.fleet import Fleet
 from rill.workflows.flow import Flow
 from rill.workflows.loop import Loop, StepReport
-from rill.workflows.records import Channels, Flows, Outcome, sample_key
-from rill.workflows.session import Engines, Session
+from rill.workflows.records import Flows, Outcome, sample_key
+from rill.workflows.session import Session
 
 TIMEOUT_S = 600.0
 GROUP_SIZE = 8
@@ -211,16 +211,15 @@ def null_run(
         cluster, name=f"controller-{tag}", placement="0", threads=1, config=recipe, run_dir=str(run.path)
     )  # fmt: skip
 
-    channels = Channels(cluster, TIMEOUT_S, f"-{tag}")
-    flows, engines = Flows.of(channels), Engines(rollout)
-    session = Session(recipe, run, channels, flows, controller, engines, actor)
+    session = Session(recipe, run, cluster, f"-{tag}")
+    session.groups = {"rollout": rollout, "actor": actor, "controller": controller}
     stopwatch = Stopwatch()
 
     def step(flow: Flow) -> None:
-        flow.update(actor, flow.select(flow.sample(engines)))
+        flow.update(actor, flow.select(flow.sample(rollout)))
 
     checkpoints = RunCheckpoints(run, {}, 1, TIMEOUT_S)
-    controller.start(flows).wait(timeout_s=TIMEOUT_S)
+    controller.start(session.flows).wait(timeout_s=TIMEOUT_S)
     Loop(Flow(Fleet(session)), step, checkpoints, [stopwatch]).run()
     for group in (rollout, actor, controller):
         group.close()

@@ -26,7 +26,6 @@ from rill.workflows.robots.config import RobotConfig
 from rill.workflows.robots.env import RobotEnvWorker
 from rill.workflows.robots.outcome import SuccessWatch
 from rill.workflows.robots.policy import RobotPolicyWorker, policy_of
-from rill.workflows.session import Engines
 from rill.workflows.workflow import Workflow
 
 
@@ -43,9 +42,8 @@ class Embodied(Workflow):
     def groups(self, launch: Launcher) -> None:
         config = self.config
         policy = policy_of(config)  # one that does not fit the simulator ends the run here
-        env = launch(RobotEnvWorker, "env", config=config, run_dir=launch.run_dir)  # simulators
-        acting = launch(RobotPolicyWorker, "rollout", source=policy, sync=launch.sync)  # what decides
-        self.rollout = Engines(acting, env)
+        launch(RobotEnvWorker, "env", config=config, run_dir=launch.run_dir)  # simulators
+        self.rollout = launch(RobotPolicyWorker, "rollout", source=policy, sync=launch.sync)  # what decides
         self.actor = launch.trainer(RobotActor, self.rollout, config=config, source=policy)  # what learns
         # To do as an expert does, played or recorded, before it learns from what it does itself.
         launch.warm_up(self.actor, config.imitation.steps)

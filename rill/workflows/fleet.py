@@ -144,9 +144,9 @@ class Fleet:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        engines, env = session.engines
+        engines, env = session.groups["rollout"], session.groups.get("env")
         self._rollout = engines
-        self._actor = session.actor
+        self._actor = session.groups["actor"]
         self._sync_s = session.config.sync.timeout_s
         self._loop = session.config.loop
         self._scaler = Scaler(session.config.elastic)
@@ -202,13 +202,13 @@ class Fleet:
                 call.ended(EPOCH_POLL_S)
                 self.tend()
 
-    def rest(self, tasks: Channel, timeout_s: float) -> None:
+    def rest(self, timeout_s: float) -> None:
         """Nobody is left who wants what comes of the epoch: end it now. What was sampled is in the token log. Raises
         where somebody is lost meanwhile, or does not come to an end."""
         self._has_trainer = False
         if self.is_open:
             self.stop(EVERY_EPOCH)
-            tasks.end()
+            self.session.flows.tasks.end()
             self._loop = self._loop.model_copy(update={"step_timeout_s": timeout_s})
             self.end_epoch()
 
@@ -240,7 +240,7 @@ class Fleet:
             raise
         if self.is_open:
             self._engines.begin(*ranks)
-        self.session.reseated()
+        self.session.reseat()
         names = ", ".join(map(self._engines.name, ranks))
         log.warning("%s joined", names)
         return f"{names} joined: {self._rollout.size} engines"
@@ -255,7 +255,7 @@ class Fleet:
 
     def _see_off(self, rank: int, reason: str) -> None:
         self._engines.see_off(rank)
-        self.session.reseated()
+        self.session.reseat()
         log.warning("%s left: %s; others go on with what it held", self._engines.name(rank), reason)
 
     # --- weights ------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from rill.workflows.controller import Batch
 from rill.workflows.edges import Edge
 from rill.workflows.fleet import Fleet
 from rill.workflows.records import Sealed
-from rill.workflows.session import Engines
 
 TEND_S = 1.0
 """How often engines are looked after while the driver waits for them."""
@@ -70,16 +69,16 @@ class Flow:
 
     # --- what a step says ---------------------------------------------------------------------------------
 
-    def sample(self, engines: Engines) -> Stream:
+    def sample(self, engines: WorkerGroup[Any]) -> Stream:
         """Let prompts be admitted, as far ahead as the lag allows, and answered: episodes run against the engines, and
         finished groups come out."""
         if not self.fleet.is_open:
             self.fleet.open_epoch()
-        return Stream(self.session.flows.samples, (engines.group.name,))
+        return Stream(self.session.flows.samples, (engines.name,))
 
     def select(self, answers: Stream) -> Stream:
         """The batch of this step: whole groups that the filter keeps, until it is full."""
-        self._selected = self.session.controller.select(int(self.version) - 1)
+        self._selected = self.session.groups["controller"].select(int(self.version) - 1)
         return answers
 
     def through(
@@ -177,7 +176,7 @@ class Flow:
             is_whole=self._waits_for_all(group.name, batch.upstream),
         )
         self._waits[name] = edge.is_whole
-        session.ask(session.controller.connect(edge))
+        session.ask(session.groups["controller"].connect(edge))
         return Sealed(edge)
 
     def _waits_for_all(self, group: str, upstream: Sequence[str]) -> bool:

@@ -5,6 +5,9 @@ Called by the workflow files' `groups`. What else they need (a critic, scorers) 
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from rill.errors import ConfigError
 from rill.models.loading import ModelConfig, load_tokenizer, model_folder
 from rill.runtime.group import WorkerGroup
@@ -14,22 +17,23 @@ from rill.workflows.episodes import EpisodeSettings, FinishGroup
 from rill.workflows.launch import Launcher
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.rollout import RolloutWorker
-from rill.workflows.session import Engines
 
 
-def launch_rollout(launch: Launcher, config: RLConfig, finish_group: FinishGroup) -> Engines:
+def launch_rollout(
+    launch: Launcher, config: RLConfig, finish_group: FinishGroup
+) -> WorkerGroup[RolloutWorker]:
     """The engines, and the processes of the environments where the recipe wants them apart."""
     if config.model.path and config.cluster.type == "local":
         model_folder(config.model.path)  # here, where a wrong path is one line and not a worker's traceback
     routed = config.model_copy(update={"sync": launch.sync})
     settings = EpisodeSettings(routed, finish_group, launch.run_dir)
-    num_env = config.rollout.env_workers
-    rollout = launch(RolloutWorker, "rollout", settings=settings)
-    return Engines(rollout, launch.beside(EnvWorker, "env", num_env, settings=settings) if num_env else None)
+    if num_env := config.rollout.env_workers:
+        launch.beside(EnvWorker, "env", num_env, settings=settings)
+    return launch(RolloutWorker, "rollout", settings=settings)
 
 
 def launch_actor(
-    launch: Launcher, config: RLConfig, rollout: Engines, *, has_critic: bool = False
+    launch: Launcher, config: RLConfig, rollout: WorkerGroup[Any], *, has_critic: bool = False
 ) -> WorkerGroup[ActorWorker]:
     """The trainer of the policy. It is warm when this returns: the supervised steps of [sft] are done."""
     actor = launch.trainer(
@@ -49,7 +53,7 @@ def initial_model(launch: Launcher, config: RLConfig, actor: WorkerGroup[ActorWo
     """The policy as RL begins: the recipe's model, or what [sft] made of it, kept in the run folder."""
     if config.sft.steps == 0:
         return config.model
-    folder = launch.folder.path.resolve() / "initial_model"
+    folder = Path(launch.run_dir) / "initial_model"
     if not (launch.is_resumed and (folder / "config.json").exists()):
         actor.export(str(folder)).wait(timeout_s=config.loop.step_timeout_s)
     return ModelConfig(path=str(folder), tokenizer=config.model.tokenizer)

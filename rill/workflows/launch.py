@@ -2,7 +2,7 @@
 
     launch = Launcher(config, run, observers, cluster)
     critic = launch(CriticWorker, "critic", config=…)      a group where the recipe's [placement] puts it
-    actor = launch.trainer(ActorWorker, engines, …)        the one that brings its weights to the engines
+    actor = launch.trainer(ActorWorker, rollout, …)        the one that brings its weights to the engines
 
 Groups start side by side; `ready` waits for all. Nothing here knows what they compute.
 """
@@ -20,7 +20,7 @@ from rill.journal.checkpoints import RunCheckpoints, step_of, whole_checkpoints
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CUDA
 from rill.runtime.device.device import Device
-from rill.runtime.device.placement import Placement, resolve, seats_on_free_devices
+from rill.runtime.device.placement import Placement, resolve
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
@@ -31,8 +31,7 @@ from rill.workflows.controller import Controller
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.fleet import Fleet
 from rill.workflows.loop import Observer, StepReport
-from rill.workflows.records import Channels, Flows
-from rill.workflows.session import Engines, Session
+from rill.workflows.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +43,6 @@ CLOSE_S = 1.0
 """What a group that waits for a lost one has to end by itself."""
 REST_S = 60.0
 """What engines and environments have to put down what they do. A tool call that lasts longer is repeated."""
-MOVABLE = ("shm", "tcp", "disk")
-"""Ways of weights that do not depend on where the groups were launched."""
 NUM_REPORTS = 20
 """Of the supervised steps before RL."""
 WARM_UP_SHARE = 0.05
@@ -62,19 +59,18 @@ class Launcher:
         observers: Sequence[Observer],
         cluster: Cluster,
         *,
-        session: int = 0,
+        number: int = 0,
         kept: Mapping[str, WorkerGroup[Any]] | None = None,
     ) -> None:
-        """`kept`: engines and environments of the session before, which the workflow's `groups` gets instead of new
-        ones."""
-        self._session = session
+        """`number`: of the session in its cluster. `kept`: engines and environments of the session before, which the
+        workflow's `groups` gets instead of new ones."""
+        self._number = number
         self._kept = kept or {}
         self._fleet: Fleet | None = None
         self.sync = routed(config, cluster.devices)
         self.config = config.model_copy(update={"sync": self.sync})
-        self.folder = run
-        self.cluster = cluster
-        both = self._ids_of(config.placement.rollout) & self._ids_of(config.placement.actor)
+        self.session = Session(self.config, run, cluster, f"~{number}" if number else "")
+        both = self.session.ids_of(config.placement.rollout) & self.session.ids_of(config.placement.actor)
         if config.loop.max_lag > 0 and both and not config.cluster.colocate:
             # Engines that run ahead hold their devices for the whole run: a trainer there never gets a turn.
             raise PlanError(
@@ -84,15 +80,8 @@ class Launcher:
             )
         for chosen in config.eval.all_sets(config.data).values():
             read_prompts(chosen)  # one that cannot be read is an error here, and not after an hour
-        self.groups: dict[str, WorkerGroup[Any]] = {}
-        """Those that [placement] places."""
         self.trained: dict[str, WorkerGroup[Any]] = {}
         """Groups that a checkpoint holds."""
-        self.devices: dict[str, frozenset[int]] = {}
-        """Ids of those that each placed group has."""
-        suffix = f"~{session}" if session else ""  # a name is never used again
-        self.channels = Channels(cluster, config.loop.step_timeout_s, suffix)
-        self.flows = Flows.of(self.channels)
         self._observers = observers
         self._threads = config.cluster.threads_on(len(cluster.devices))
         self._starting: list[WorkerGroup[Any]] = []
@@ -108,14 +97,14 @@ class Launcher:
         """Start a group where [placement] puts it. `is_trained`: a checkpoint holds it."""
         placement = getattr(self.config.placement, name)
         group = self._launch(worker, name, placement, self._threads, init_kwargs)
-        self._reseat(name)
+        self.session.reseat(name)
         if is_trained:
             self.trained[name] = group
         return group
 
     def beside(self, worker: type[W], name: str, count: int, **init_kwargs: Any) -> WorkerGroup[W]:
         """Start `count` processes that hold no device, on all nodes by turns."""
-        ids = [device.id for device in self.cluster.devices]
+        ids = [device.id for device in self.session.cluster.devices]
         return self._launch(worker, name, [ids[n % len(ids)] for n in range(count)], 1, init_kwargs)
 
     def _launch(
@@ -125,15 +114,15 @@ class Launcher:
         group = self._kept.get(name)
         if group is None:
             group = worker.launch_async(
-                self.cluster, name=name, placement=placement, threads=threads, **init_kwargs
+                self.session.cluster, name=name, placement=placement, threads=threads, **init_kwargs
             )
             self._starting.append(group)
-        self.groups[name] = group
+        self.session.groups[name] = group
         return group
 
-    def trainer(self, worker: type[W], engines: Engines, **init_kwargs: Any) -> WorkerGroup[W]:
+    def trainer(self, worker: type[W], rollout: WorkerGroup[Any], **init_kwargs: Any) -> WorkerGroup[W]:
         """Start the group that learns the policy and brings it to the engines (`sync`: its end of the way there)."""
-        transport = seated(self.sync.transport, rank=0, num_receivers=engines.group.size)
+        transport = seated(self.sync.transport, rank=0, num_receivers=rollout.size)
         sync = self.sync.model_copy(update={"transport": transport})
         return self(worker, "actor", is_trained=True, sync=sync, **init_kwargs)
 
@@ -145,8 +134,8 @@ class Launcher:
         if self.is_resumed:
             return
         at_once = max(1, num_steps // NUM_REPORTS)
-        kept = RunCheckpoints(self.folder, {"actor": actor}, 1, timeout_s, compacts=False, is_warm_up=True)
-        with kept:
+        run = self.session.run
+        with RunCheckpoints(run, {"actor": actor}, 1, timeout_s, compacts=False, is_warm_up=True) as kept:
             left = min(num_steps, -(kept.load_latest() or -num_steps))
             saved_s, cost_s = time.monotonic(), 0.0
             while left > 0:
@@ -168,17 +157,18 @@ class Launcher:
     def move(self, placement: Mapping[str, str]) -> tuple[list[str], RunError | None]:
         """Put groups on other devices, between two steps; the names of those that were started again, and why they are
         all where they were if one did not come up. They begin as at launch: what was trained has to be loaded."""
-        here = [name for name in self.groups if name in placement]
-        moved = [name for name in here if self.devices[name] != self._ids_of(placement[name])]
+        session = self.session
+        here = [name for name in session.groups if name in placement]
+        moved = [name for name in here if session.devices[name] != session.ids_of(placement[name])]
         # Engines hold the version that a new trainer publishes first: they begin anew, too.
         if "actor" in moved:
             moved = [name for name in here if name in {*moved, "rollout"}]
-        if moved and self.sync.transport.type not in MOVABLE:
+        if moved and not session.can_move:
             raise PlanError(
                 f"weights travel by {self.sync.transport.type}, which was set up for the devices that "
                 f"{', '.join(moved)} had at launch: groups stay, or set sync.transport = 'shm' or 'tcp'"
             )
-        before = {name: ",".join(map(str, sorted(self.devices[name]))) for name in moved}
+        before = {name: ",".join(map(str, sorted(session.devices[name]))) for name in moved}
         for number, name in enumerate(moved):
             try:
                 self._move(name, placement[name])
@@ -195,7 +185,7 @@ class Launcher:
         for group in starting:
             self._await(group)
         if self.config.cluster.colocate:  # groups that fit on their devices together need no turns
-            self.cluster.coreside(*self.devices)
+            self.session.cluster.coreside(*self.session.devices)
         self.is_ready = True
 
     def _await(self, group: WorkerGroup[Any]) -> None:
@@ -217,7 +207,7 @@ class Launcher:
         """Ranks of groups that the fleet does not look after whose process is gone, once one is or the time is over."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            groups = [group for group in self.groups.values() if group.name not in FLEET]
+            groups = [group for group in self.session.groups.values() if group.name not in FLEET]
             found = [f"{group.name}[{rank}]" for group in groups for rank in group.lost()]
             if found or time.monotonic() > deadline_s:
                 return found
@@ -227,16 +217,16 @@ class Launcher:
         """For the next session in this cluster, once a process is lost that cannot be replaced alone: engines and
         environments stay as they are, with what they hold in the token log, where they can; all others are started
         again. None: weights travel in a way that was set up with the cluster, or it is at fault itself."""
-        if self.sync.transport.type not in MOVABLE:
+        session, number = self.session, self._number + 1
+        if not session.can_move:
             return None
         try:
-            self._close(set(self.groups) - set(FLEET))
+            self._close(set(session.groups) - set(FLEET))
             kept = self._rested()
-            self._close(set(self.groups) - set(kept))
-            self.channels.close()
-            session = self._session + 1
+            self._close(set(session.groups) - set(kept))
+            session.channels.close()
             return Launcher(
-                self.config, self.folder, self._observers, self.cluster, session=session, kept=kept
+                self.config, session.run, self._observers, session.cluster, number=number, kept=kept
             )
         except RillError as error:
             log.warning("the cluster is started again too: %s", str(error).splitlines()[0])
@@ -244,12 +234,12 @@ class Launcher:
 
     def _rested(self) -> dict[str, WorkerGroup[Any]]:
         """Engines and environments, with nothing left to do; none where one is lost, too, or has no end."""
-        kept = {name: self.groups[name] for name in FLEET if name in self.groups}
+        kept = {name: group for name, group in self.session.groups.items() if name in FLEET}
         try:
             if not isinstance(self.config.rollout, RolloutConfig):
                 raise RunError("a robot's simulators keep no token log")
             if self._fleet is not None:
-                self._fleet.rest(self.flows.tasks, REST_S)
+                self._fleet.rest(REST_S)
             elif kept != self._kept:
                 raise RunError("the engines were not ready yet")
             for group in kept.values():
@@ -262,11 +252,11 @@ class Launcher:
     def _close(self, names: Collection[str]) -> None:
         """All at once: those that wait for a lost one do not end before the time is over."""
         with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
-            list(pool.map(lambda name: self.groups[name].close(timeout_s=CLOSE_S), names))
+            list(pool.map(lambda name: self.session.groups[name].close(timeout_s=CLOSE_S), names))
 
     def _move(self, name: str, placement: str) -> None:
-        self.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
-        self._reseat(name)
+        self.session.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
+        self.session.reseat(name)
 
     # --- the parts that every run has -----------------------------------------------------------------------
 
@@ -275,65 +265,14 @@ class Launcher:
         self.trained["controller"] = group
         return group
 
-    def session(
-        self, controller: WorkerGroup[Controller], engines: Engines, actor: WorkerGroup[Any]
-    ) -> Session:
-        return Session(
-            config=self.config,
-            run=self.folder,
-            channels=self.channels,
-            flows=self.flows,
-            controller=controller,
-            engines=engines,
-            actor=actor,
-            take_turns=self._take_turns,
-            berth=self._berth,
-            reseated=self._reseat,
-        )
-
-    def fleet(self, session: Session) -> Fleet:
+    def fleet(self) -> Fleet:
         """Once all groups are there, and again when some have moved."""
-        self._fleet = Fleet(session)
+        self._fleet = Fleet(self.session)
         return self._fleet
-
-    def _berth(self, devices: str) -> str:
-        """Where engines may join: on devices that engines have, or nobody. PlanError: not there."""
-        engines = self.groups["rollout"]
-        if self.sync.transport.type not in MOVABLE:
-            raise PlanError(
-                f"weights travel by {self.sync.transport.type}, which was set up for the engines that there were at "
-                "launch: engines join where sync.transport = 'shm' or 'tcp'"
-            )
-        if not devices:
-            like = resolve(self.config.placement.rollout, self.cluster.devices)[0]
-            held = frozenset[int]().union(*self.devices.values())
-            (seat,) = seats_on_free_devices(engines.name, 1, like, self.cluster.devices, held)
-            return ",".join(str(device.id) for device in seat.devices) + ":0"
-        for name in set(self.devices) - {engines.name}:
-            taken = sorted((self._ids_of(devices) - self.devices[engines.name]) & self.devices[name])
-            if taken and not self.config.cluster.colocate:
-                raise PlanError(
-                    f"device {taken[0]} is {name}'s, and engines did not share it at launch: name devices that engines "
-                    "have or nobody has"
-                )
-        return devices
-
-    def _reseat(self, name: str = "rollout") -> None:
-        """After ranks came or went."""
-        self.devices[name] = frozenset[int]().union(*self.groups[name].devices.values())
-
-    def _take_turns(self, one: str, other: str) -> bool:
-        """Whether two groups share devices and cannot be in memory together."""
-        return not self.config.cluster.colocate and bool(self.devices[one] & self.devices[other])
-
-    # --- inside -------------------------------------------------------------------------------------------
-
-    def _ids_of(self, placement: str) -> frozenset[int]:
-        return frozenset(d.id for seat in resolve(placement, self.cluster.devices) for d in seat.devices)
 
     @property
     def run_dir(self) -> str:
-        return str(self.folder.path.resolve())
+        return str(self.session.run.path.resolve())
 
 
 def open_cluster(config: ClusterConfig, run: Run, preload: Sequence[str] = PRELOAD) -> Cluster:

@@ -64,7 +64,7 @@ class Loop:
         """Of the newest step."""
         self._write_step = step
         self._ask = flow.session.ask
-        self._controller = flow.session.controller
+        self._controller = flow.session.groups["controller"]
         self.checkpoints = checkpoints
         self.observers = list(observers)
         self._eval_every = recipe.eval.every if recipe.eval.all_sets(recipe.data) else None

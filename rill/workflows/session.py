@@ -1,46 +1,42 @@
-"""A session: what the driver's parts (fleet, flow, loop) know of a run between two losses that cannot be mended alone.
-
-Made by the launcher when all groups are there; a test or a benchmark makes one of groups of its own.
-"""
+"""A session: what the driver's parts (launcher, fleet, flow, loop) know of a run between two losses that cannot be
+mended alone: its groups, the devices that they have, and the channels between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from rill.errors import RillError, WorkerError
+from rill.errors import PlanError, RillError, WorkerError
+from rill.runtime.cluster import Cluster
+from rill.runtime.device.placement import resolve, seats_on_free_devices
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.telemetry.run import Run
-from rill.weights.publishing import PublishingWorker
 from rill.workflows.config import OnlineConfig
-from rill.workflows.controller import Controller
 from rill.workflows.records import Channels, Flows
 
-
-class Engines(NamedTuple):
-    """The rollout group, with the environments in it or in a group beside it: a language model's engines, or a robot's
-    policy and its simulators."""
-
-    group: WorkerGroup[Any]
-    env: WorkerGroup[Any] | None = None
+MOVABLE = ("shm", "tcp", "disk")
+"""Ways of weights that do not depend on where the groups were launched."""
 
 
-class Session(NamedTuple):
-    config: OnlineConfig
-    """The recipe; weights travel as its `sync` says."""
-    run: Run
-    channels: Channels
-    flows: Flows
-    controller: WorkerGroup[Controller]
-    engines: Engines
-    actor: WorkerGroup[PublishingWorker]
-    take_turns: Callable[[str, str], bool] = lambda one, other: False
-    """Whether two groups share devices and cannot be in memory together."""
-    berth: Callable[[str], str] = lambda devices: devices
-    """Where engines may join, for the devices that were asked for."""
-    reseated: Callable[[], None] = lambda: None
-    """Engines have joined or left."""
+class Session:
+    def __init__(self, config: OnlineConfig, run: Run, cluster: Cluster, suffix: str = "") -> None:
+        """`config`: the recipe; weights travel as its `sync` says. `suffix`: of channels' names, which are never used
+        again in a cluster."""
+        self.config = config
+        self.run = run
+        self.cluster = cluster
+        self.channels = Channels(cluster, config.loop.step_timeout_s, suffix)
+        self.flows = Flows.of(self.channels)
+        self.groups: dict[str, WorkerGroup[Any]] = {}
+        """"rollout" has engines, "env" their environments, where those have processes of their own; "actor" learns,
+        "controller" admits prompts. What else there is belongs to the workflow."""
+        self.devices: dict[str, frozenset[int]] = {}
+        """Ids of those that each group has; none that runs beside them."""
+
+    @property
+    def can_move(self) -> bool:
+        """Whether weights find their way to engines that are elsewhere than at launch."""
+        return self.config.sync.transport.type in MOVABLE
 
     def ask(self, call: Handle, timeout_s: float | None = None) -> Any:
         """What the first rank answers. An error of rill's own that it raised is raised here as it is. Unset: twice the
@@ -51,3 +47,39 @@ class Session(NamedTuple):
             if isinstance(error.__cause__, RillError):
                 raise error.__cause__ from None
             raise
+
+    # --- who is where -------------------------------------------------------------------------------------
+
+    def ids_of(self, placement: str) -> frozenset[int]:
+        return frozenset(d.id for seat in resolve(placement, self.cluster.devices) for d in seat.devices)
+
+    def reseat(self, name: str = "rollout") -> None:
+        """After ranks came or went."""
+        self.devices[name] = frozenset[int]().union(*self.groups[name].devices.values())
+
+    def take_turns(self, one: str, other: str) -> bool:
+        """Whether two groups share devices and cannot be in memory together."""
+        if self.config.cluster.colocate:
+            return False
+        return bool(self.devices.get(one, frozenset()) & self.devices.get(other, frozenset()))
+
+    def berth(self, devices: str) -> str:
+        """Where engines may join: on devices that engines have, or nobody. PlanError: not there."""
+        if not self.can_move:
+            raise PlanError(
+                f"weights travel by {self.config.sync.transport.type}, which was set up for the engines that there "
+                "were at launch: engines join where sync.transport = 'shm' or 'tcp'"
+            )
+        if not devices:
+            like = resolve(self.config.placement.rollout, self.cluster.devices)[0]
+            held = frozenset[int]().union(*self.devices.values())
+            (seat,) = seats_on_free_devices("rollout", 1, like, self.cluster.devices, held)
+            return ",".join(str(device.id) for device in seat.devices) + ":0"
+        wanted = self.ids_of(devices) - self.devices["rollout"]
+        for name, held in self.devices.items():
+            if name != "rollout" and wanted & held and not self.config.cluster.colocate:
+                raise PlanError(
+                    f"device {min(wanted & held)} is {name}'s, and engines did not share it at launch: name devices "
+                    "that engines have or nobody has"
+                )
+        return devices

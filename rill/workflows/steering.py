@@ -32,7 +32,7 @@ class Steering(NamedTuple):
 
     @property
     def run(self) -> Run:
-        return self.launch.folder
+        return self.launch.session.run
 
     def observe(self, report: StepReport) -> None:
         """The loop's last observer. The history is written after 1, 2, 4, 8 … steps."""
@@ -48,13 +48,13 @@ class Steering(NamedTuple):
         write_history(self.run, self.history())
 
     def history(self, since_s: float = 0.0) -> list[CallRecord]:
-        return self.launch.cluster.history(since_s)
+        return self.launch.session.cluster.history(since_s)
 
     def resize(self, num_prompts: int) -> None:
         """Prompts of a batch, from the next step on."""
         self._rest()
-        session = self.loop.flow.session
-        session.ask(session.controller.resize(num_prompts))
+        session = self.launch.session
+        session.ask(session.groups["controller"].resize(num_prompts))
 
     def switch(self, placement: Mapping[str, str], flow: FlowConfig, *, keeps_state: bool = True) -> float:
         """Go on with groups on these devices and these chunks; the seconds that it took. `keeps_state`: off where what
@@ -69,12 +69,11 @@ class Steering(NamedTuple):
             if keeps_state:
                 self._load(moved)
             if moved:
-                engines, _ = self.loop.flow.session.engines
-                fleet = self.loop.flow.fleet = self.launch.fleet(self.loop.flow.session)
+                fleet = self.loop.flow.fleet = self.launch.fleet()
                 if "actor" in moved:
                     fleet.publish(PolicyVersion(self.loop.step + 1))
                 elif "rollout" in moved:
-                    fleet.catch_up(engines.ranks)
+                    fleet.catch_up(self.launch.session.groups["rollout"].ranks)
             self.loop.flow.rewire(self.loop.flow.config if error else flow)
         if error is not None:
             raise error
@@ -89,8 +88,9 @@ class Steering(NamedTuple):
 
     def _rest(self) -> None:
         """Nothing is being sampled, and the controller has put the last batch away."""
-        session, fleet = self.loop.flow.session, self.loop.flow.fleet
+        session, fleet = self.launch.session, self.loop.flow.fleet
+        controller = session.groups["controller"]
         if fleet.is_open:
-            fleet.stop(session.ask(session.controller.finish()))
+            fleet.stop(session.ask(controller.finish()))
             fleet.end_epoch()
-        session.ask(session.controller.trained(self.loop.step))
+        session.ask(controller.trained(self.loop.step))

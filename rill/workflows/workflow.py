@@ -24,7 +24,6 @@ from rill.workflows.flow import Flow
 from rill.workflows.launch import Launcher, open_cluster
 from rill.workflows.loop import Loop, Observer, StepReport
 from rill.workflows.rl_config import RLConfig
-from rill.workflows.session import Engines
 from rill.workflows.steering import Steering
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class Workflow(ABC):
     preload: ClassVar[Sequence[str]] = PRELOAD
     """Modules that its workers need."""
 
-    rollout: Engines
+    rollout: WorkerGroup[Any]
     actor: WorkerGroup[Any]
 
     def __init__(self, config: OnlineConfig, run: Run, observers: Sequence[Observer]) -> None:
@@ -45,7 +44,7 @@ class Workflow(ABC):
 
     @abstractmethod
     def groups(self, launch: Launcher) -> None:
-        """Launch the worker groups; `self.rollout` and `self.actor` are two of them."""
+        """Launch the worker groups; `self.rollout`, called "rollout", and `self.actor`, "actor", are two of them."""
 
     @abstractmethod
     def step(self, flow: Flow) -> None:
@@ -99,7 +98,7 @@ class Workflow(ABC):
         controller = launch.controller()
         self.groups(launch)
         launch.ready()
-        flow = Flow(launch.fleet(launch.session(controller, self.rollout, self.actor)))
+        flow = Flow(launch.fleet())
         checkpoints = RunCheckpoints(
             self.folder,
             launch.trained,
@@ -108,13 +107,13 @@ class Workflow(ABC):
             compacts=not config.journal.keep,
         )
         if pilot is None and isinstance(config, RLConfig):
-            pilot = Replanner.of(config, self.folder, launch.cluster.devices)
+            pilot = Replanner.of(config, self.folder, launch.session.cluster.devices)
         with checkpoints:
             loop = Loop(flow, self.step, checkpoints, self.observers)
             steering = Steering(launch, loop, pilot)
             loop.observers.append(steering.observe)
             loop.restore()
-            controller.start(launch.flows).wait(timeout_s=timeout_s)
+            controller.start(launch.session.flows).wait(timeout_s=timeout_s)
             if launch.was_warmed_up:
                 loop.save()  # what the supervised steps made is not lost before the first checkpoint
             loop.run()

@@ -35,9 +35,8 @@ from rill.workflows.fleet import Fleet
 from rill.workflows.flow import Flow
 from rill.workflows.grpo import GRPO, finish_group
 from rill.workflows.loop import Loop, StepReport
-from rill.workflows.records import Channels, Flows
 from rill.workflows.rollout import RolloutWorker
-from rill.workflows.session import Engines, Session
+from rill.workflows.session import Session
 from tests.workflows.scripted_engine import ENGINE, WEIGHT, scores
 
 MODEL = ModelConfig(
@@ -201,8 +200,6 @@ class Scene:
             sync=sync.model_copy(update={"transport": transport_end}),
         )
         self.rollout.ready(DEADLINE_S)
-        channels = Channels(cluster, DEADLINE_S, f"-{name}")
-        self.flows = Flows.of(channels)
         self.controller = Controller.launch(
             cluster,
             name=f"controller-{name}",
@@ -216,14 +213,15 @@ class Scene:
             self.env = EnvWorker.launch(
                 cluster, name=f"env-{name}", placement=[0] * env_workers, threads=1, settings=settings
             )
-        self.engines = Engines(self.rollout, self.env)
         Scene.alive.append(self)
         self.run_folder: Run = (
             Run.create(name, root=self.folder / "runs") if resumed is None else resumed.run_folder
         )
-        session = Session(
-            self.config, self.run_folder, channels, self.flows, self.controller, self.engines, self.actor
-        )
+        session = Session(self.config, self.run_folder, cluster, f"-{name}")
+        session.groups = {"rollout": self.rollout, "actor": self.actor, "controller": self.controller}
+        if self.env is not None:
+            session.groups["env"] = self.env
+        self.flows = session.flows
         self.fleet = Fleet(session)
         self.reports: list[StepReport] = []
         self.checkpoints = RunCheckpoints(
@@ -235,7 +233,7 @@ class Scene:
         self.controller.start(self.flows).wait(timeout_s=DEADLINE_S)
 
     def step(self, flow: Flow) -> None:
-        batch = flow.select(flow.sample(self.engines))
+        batch = flow.select(flow.sample(self.rollout))
         flow.update(self.actor, batch)
 
     def _eval_sets(self, data: Mapping[str, Any], num_prompts: int) -> list[dict[str, Any]]:

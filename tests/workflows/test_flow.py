@@ -10,7 +10,6 @@ import pytest
 from rill.types import PolicyVersion
 from rill.workflows.config import OnlineConfig
 from rill.workflows.flow import Flow
-from rill.workflows.session import Session
 
 
 class Call:
@@ -40,8 +39,7 @@ class Fleet:
             "trainer": {},
         }
         config = OnlineConfig.model_validate({**recipe, "loop": {"max_lag": int(is_open)}})
-        nothing: Any = None
-        self.session = Session(config, *[nothing] * 6)
+        self.session = SimpleNamespace(config=config)
 
     def tend(self) -> None:
         self.told.append("tended")
