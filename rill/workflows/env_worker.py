@@ -64,10 +64,8 @@ class EnvWorker(Worker):
         """Until this epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         if self._answers is None or self._answers.name != answers[self.rank].name:  # other ones after a move
             self._answers = Answers(answers[self.rank], _under_own_name)
-        training, evaluation = (
-            RemoteEngines(requests, self._answers, self.rank, is_training=is_training)
-            for is_training in (True, False)
-        )
+        training = RemoteEngines(requests, self._answers, self.rank, is_training=True)
+        evaluation = RemoteEngines(requests, self._answers, self.rank, is_training=False)
         return asyncio.run(self.episodes.run(flows, training, evaluation, epoch))
 
 

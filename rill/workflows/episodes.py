@@ -98,18 +98,17 @@ class Episodes:
         """Until this epoch of the tasks ends and everything taken is finished; returns the number of groups.
         Evaluations are seeded apart."""
         watch_loop(asyncio.get_running_loop())
-        asked = ((True, training, self._seed), (False, evaluation, self._seed + 1))
-        policies = {
-            is_training: PolicyClient(engines, seed=seed, decode=self.tokenizer.decode)
-            for is_training, engines, seed in asked
-        }
+        decode = self.tokenizer.decode
+        learner = PolicyClient(training, seed=self._seed, decode=decode)
+        examined = PolicyClient(evaluation, seed=self._seed + 1, decode=decode)
         room = asyncio.Semaphore(self._config.max_concurrent)
         num_groups = 0
         async with asyncio.TaskGroup() as groups:
             async for lease in flows.tasks.of_epoch(epoch).leases():
                 task: Task = lease.value
                 num_groups += 1
-                groups.create_task(self._one(lease, flows, policies[task.purpose == TRAIN], room))
+                policy = learner if task.purpose == TRAIN else examined
+                groups.create_task(self._one(lease, flows, policy, room))
                 for _ in range(min(task.num_samples, self._config.max_concurrent)):
                     await room.acquire()  # before the next task is taken: another worker may have room for it
         return num_groups

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from typing import Any
 
 from rill.config import PartConfig
 from rill.errors import RequestError
-from rill.inference.base import ENGINES, Completion, Engine, MemoryLevel, PauseMode
+from rill.inference.base import ENGINES, Engine, MemoryLevel, PauseMode
 from rill.inference.gate import EngineGate, answered
 from rill.inference.policy import Asked
 from rill.journal.logged import LoggedEngine
@@ -207,26 +207,23 @@ class RolloutWorker(Worker):
                 asked = OpenQuestion(
                     lease, answers[question.asker], len(question.requests), room, len(places)
                 )
-                futures, refused = self._submit(question)
-                for each in refused:
-                    desk.add(asked, answered(each))
-                for future in futures:
+                for future in self._submit(question):
                     desk.add(asked, future)
                 for _ in places:
                     await room.acquire()  # before the next is begun: another engine may have room for it
             sending.cancel()  # the epoch is over when the last question is dealt with
         return num_answered
 
-    def _submit(self, question: Question) -> tuple[list[Future[Completion]], list[Refused]]:
+    def _submit(self, question: Question) -> Sequence[Future[Any]]:
         """All at once; where one is impossible, each by itself."""
         asked = self.logged if question.is_training else self.gate
         try:
-            return asked.submit(question.requests, question.epoch), []
+            return asked.submit(question.requests, question.epoch)
         except RequestError as error:
             if len(question.requests) == 1:
-                return [], [Refused(question.requests[0].id, str(error))]
-            parts = [self._submit(question._replace(requests=(one,))) for one in question.requests]
-            return [f for futures, _ in parts for f in futures], [r for _, refused in parts for r in refused]
+                return [answered(Refused(question.requests[0].id, str(error)))]
+        parts = [self._submit(question._replace(requests=(one,))) for one in question.requests]
+        return [future for part in parts for future in part]
 
     # --- weights ------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ trains on is dealt out by cost. The model that is left in the run folder is wher
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -90,7 +90,7 @@ class SupervisedWorker(LearningWorker):
     trainer: SFTTrainer | PairTrainer
 
     def __init__(self, *, recipe: SupervisedConfig, kind: Kind) -> None:
-        config, data, loop = recipe.trainer, recipe.data, recipe.loop
+        config, loop = recipe.trainer, recipe.loop
         self.trainer = kind.open_trainer(config, rendezvous=rendezvous_of(self), device=self.device)
         self._kind = kind
         self.encoder = open_encoder(config)
@@ -99,14 +99,14 @@ class SupervisedWorker(LearningWorker):
             raise ConfigError(
                 f"loop.batch_size {loop.batch_size} does not divide over {world.data_size} data ranks: use a multiple"
             )
-        dataset = open_dataset(data, Split.TRAIN)
+        dataset = open_dataset(recipe.data, Split.TRAIN)
         self.loader = open_loader(dataset, recipe.loader, rank=world.data_rank, world=world.data_size)
         self.batch_size = loop.batch_size // world.data_size
         self.held_out: list[Prompt] = []
         self.reason = ""
         """Why there are no evaluations; empty where there are, or where none were asked for."""
         if loop.eval_every:
-            self._open_held_out(data, loop)
+            self._open_held_out(recipe)
 
     def _examples(self, rows: Sequence[Prompt]) -> list[Any]:
         return [self._kind.encode(self.encoder, row) for row in rows]
@@ -148,14 +148,14 @@ class SupervisedWorker(LearningWorker):
     def why_no_evaluations(self) -> str:
         return self.reason
 
-    def _open_held_out(self, data: PartConfig, loop: SupervisedLoopConfig) -> None:
+    def _open_held_out(self, recipe: SupervisedConfig) -> None:
         """This rank's part. Now and not at the first evaluation: hours of training may lie before that."""
         try:
-            rows = open_indexed(data, Split.HELD_OUT)
+            rows = open_indexed(recipe.data, Split.HELD_OUT)
         except DataError as error:
             self.reason = str(error)
             return
-        world, count = self.trainer.world, min(loop.eval_examples, len(rows))
+        world, count = self.trainer.world, min(recipe.loop.eval_examples, len(rows))
         if count < world.data_size:
             self.reason = f"{count} held-out rows for {world.data_size} ranks"
             return
@@ -190,15 +190,17 @@ class SupervisedWorkflow:
         loop = self.config.loop
         step = checkpoints.load_latest() or 0
         reason = worker.why_no_evaluations().wait(timeout_s=loop.timeout_s)[0]
-        notes = [f"no evaluations: {reason}"] if reason else []
+        notes = (f"no evaluations: {reason}",) if reason else ()
         while step < loop.steps:
             num_steps = min(loop.report_every, loop.steps - step)
             figures = worker.train(num_steps).wait(timeout_s=loop.timeout_s)[0]
             step += num_steps
             if loop.eval_every and (crosses(step, num_steps, loop.eval_every) or step == loop.steps):
                 figures = {**figures, **worker.evaluate().wait(timeout_s=loop.timeout_s)[0]}
+            report = StepReport(step=step, num_steps=loop.steps, metrics=figures, notes=notes)
+            notes = ()  # said once
             try:
-                self._report(step, figures, notes)
+                report.tell(self.observers)
             except KeyboardInterrupt:  # an observer's wish to stop here: what is done is kept
                 checkpoints.save(step)
                 raise
@@ -206,11 +208,6 @@ class SupervisedWorkflow:
                 loop.checkpoint_every and crosses(step, num_steps, loop.checkpoint_every)
             ):
                 checkpoints.save(step)
-
-    def _report(self, step: int, figures: Mapping[str, float], notes: list[str]) -> None:
-        report = StepReport(step=step, num_steps=self.config.loop.steps, metrics=figures, notes=tuple(notes))
-        notes.clear()  # said once
-        report.tell(self.observers)
 
 
 def open_policy(config: PreferenceTrainer.Config, *, device: str, **where: Any) -> PreferenceTrainer:
