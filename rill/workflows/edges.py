@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
@@ -104,14 +104,14 @@ class Edge:
                 yield part
 
 
-class Part:
+class Part(NamedTuple):
     """One rank's share of one chunk."""
 
-    def __init__(self, chunk: Chunk, keys: Sequence[str], taken: list[Sample] | None, world: World) -> None:
-        self.chunk = chunk
-        self.keys = keys
-        self._taken = taken
-        self._world = world
+    chunk: Chunk
+    keys: Sequence[str]
+    taken: list[Sample] | None
+    """By the first rank that computes the share; see `samples`."""
+    world: World
 
     @property
     def is_first(self) -> bool:
@@ -119,11 +119,11 @@ class Part:
 
     def samples(self) -> list[Sample]:
         """All ranks that compute the share together call it, once, inside their turn on the devices."""
-        return self._world.from_leader(self._taken)
+        return self.world.from_leader(self.taken)
 
     def put(self, target: Channel, samples: Sequence[Sample]) -> None:
         """What was made of the samples, in their order, under their keys; once for all ranks of the share."""
-        if self._world.leads:
+        if self.world.leads:
             put_all(target, self.keys, samples)
 
 

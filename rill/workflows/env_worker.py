@@ -69,27 +69,26 @@ class EnvWorker(Worker):
         return asyncio.run(self.episodes.run(flows, training, evaluation, epoch))
 
 
-class RemoteEngines:
-    """policy.Asked over channels. `is_training`: the engine puts down every token (rill.journal)."""
+class RemoteEngines(NamedTuple):
+    """policy.Asked over channels."""
 
-    def __init__(
-        self, requests: Channel, answers: Answers[Completion], rank: int, *, is_training: bool
-    ) -> None:
-        self._requests = requests
-        self._answers = answers
-        self._rank = rank
-        self._is_training = is_training
-        self._process = current().address.identity
-        """Part of the names that engines see: what a process that died had asked may still be under way there."""
+    requests: Channel
+    answers: Answers[Completion]
+    rank: int
+    is_training: bool
+    """The engine puts down every token (rill.journal)."""
 
     def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]:
-        named = [replace(request, id=f"{request.id}@{self._process}") for request in requests]
-        futures = [self._answers.expect(request.id) for request in named]
+        process = (
+            current().address.identity
+        )  # what one that died had asked may still be under way in an engine
+        named = [replace(request, id=f"{request.id}@{process}") for request in requests]
+        futures = [self.answers.expect(request.id) for request in named]
         questions = [
-            Question(tuple(asked), epoch, self._rank, self._is_training)
+            Question(tuple(asked), epoch, self.rank, self.is_training)
             for _, asked in groupby(named, key=_group_of)
         ]
-        self._requests.put_many(questions, [float(len(question.requests)) for question in questions])
+        self.requests.put_many(questions, [float(len(question.requests)) for question in questions])
         return futures
 
 

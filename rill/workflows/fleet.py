@@ -154,8 +154,6 @@ class Fleet:
         """Between `open_epoch` and `end_epoch`."""
         self._has_trainer = True
         """Who gives a new engine its weights."""
-        self._manifest: SealedManifest | None = None
-        """Of the newest weights, once somebody asked for it."""
         self._requests: Channel | None = None
         limit, flows, channels = self._loop.max_relaunches, session.flows, session.channels
         if env is None:
@@ -263,7 +261,6 @@ class Fleet:
     def publish(self, version: PolicyVersion) -> dict[str, float]:
         """Bring every engine to the actor's weights as they are. One that did not come there is started again."""
         synced: Synced = self.session.ask(self._actor.publish(version))
-        self._manifest = None
         for name, reason in synced.failed.items():
             log.warning("engine %s is out of service: %s", name, reason)
             ranks = {self._engines.name(rank): rank for rank in self._rollout.ranks}
@@ -279,9 +276,8 @@ class Fleet:
 
     def manifest(self) -> SealedManifest:
         """The newest weights, as a group that is no engine can pull them by itself."""
-        if self._manifest is None:
-            self._manifest = self.session.ask(self._actor.on(0).manifest(), self._sync_s)
-        return self._manifest
+        manifest: SealedManifest = self.session.ask(self._actor.on(0).manifest(), self._sync_s)
+        return manifest
 
     def _bring_back(self, crew: Crew, rank: int, reason: str) -> None:
         """Start a lost rank again; an engine with the weights that the others hold. See above."""

@@ -84,11 +84,10 @@ class Loop:
             self._report(self._evaluated())
         while self.step < self.config.steps:
             self._take_step()
-        self._ask(self._controller.trained(self.step))
         if fleet.is_open:
             self._ask(self._controller.finish())
             fleet.end_epoch()
-        self.checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
+        self.save()
 
     def save(self) -> None:
         """A checkpoint of where it stands. Engines that run ahead go on: what they have said is in the token log."""

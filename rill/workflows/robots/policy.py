@@ -9,9 +9,8 @@ trainer computes.
 
 from __future__ import annotations
 
-import itertools
 import threading
-import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,7 +22,6 @@ from rill.envs.robots.process import SimulatorProcess
 from rill.models.robots.base import POLICIES, Decision, Policy, load_policy, open_policy, read_saved
 from rill.models.robots.probe import probe
 from rill.runtime.channel import Channel
-from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
 from rill.training.parallel import copy_weights
 from rill.types import InitialState, Observation, PolicyVersion, RobotSpec
@@ -136,21 +134,18 @@ class RobotPolicyWorker(Worker):
             )
 
 
-class RemotePolicy:
+class RemotePolicy(NamedTuple):
     """The policy as an environment worker sees it."""
 
-    def __init__(self, requests: Channel, answers: Answers[Answer], rank: int) -> None:
-        self._requests = requests
-        self._answers = answers
-        self._rank = rank
-        self._name = f"{current().address.identity}/{time.monotonic_ns()}"
-        self._numbers = itertools.count()
+    requests: Channel
+    answers: Answers[Answer]
+    rank: int
 
     def ask(
         self, observations: Sequence[Observation], seeds: Sequence[int], *, greedy: bool
     ) -> Future[Answer]:
-        name = f"{self._name}/{next(self._numbers)}"
-        future = self._answers.expect(name)
-        question = Question(name, self._rank, tuple(observations), tuple(seeds), greedy)
-        self._requests.put(question, weight=float(len(observations)))
+        name = uuid.uuid4().hex
+        future = self.answers.expect(name)
+        question = Question(name, self.rank, tuple(observations), tuple(seeds), greedy)
+        self.requests.put(question, weight=float(len(observations)))
         return future
