@@ -43,13 +43,14 @@ from rill.weights import Canary, CanaryProof, Pulled, SealedManifest, WeightMani
 from rill.weights.manifest import BucketSpec, TensorSpec
 from rill.weights.publishing import PublishingWorker
 from rill.weights.shm import ShmTransport
-from rill.workflows.config import EvalConfig, LoopConfig, OnlineConfig, SampledConfig
+from rill.workers.config import SampledConfig
+from rill.workers.edges import Edge
+from rill.workers.records import Flows, Outcome, sample_key
+from rill.workflows.config import EvalConfig, LoopConfig, OnlineConfig
 from rill.workflows.controller import Controller
-from rill.workflows.edges import Edge
 from rill.workflows.fleet import Fleet
 from rill.workflows.flow import Flow
 from rill.workflows.loop import Loop, StepReport
-from rill.workflows.records import Flows, Outcome, sample_key
 from rill.workflows.session import Session
 
 TIMEOUT_S = 600.0

@@ -24,6 +24,7 @@ LEVELS = {
     "cli": 6,
     "dashboard": 6,
     "workflows": 5,
+    "workers": 4,
     "decentralized": 4,
     "inference.server": 4,
     "inference": 3,

@@ -23,7 +23,7 @@ from rill.models.pictures import load_pictures
 from rill.telemetry.evaluations import Answer
 from rill.telemetry.rollout_log import RolloutLog
 from rill.types import Episode, Group, Prompt, SamplingParams, TokenIds
-from rill.workflows.config import EvalSamplingConfig, EvalSetConfig, SamplingConfig, native_unless_named
+from rill.workers.config import EvalSamplingConfig, EvalSetConfig, SamplingConfig, native_unless_named
 from rill.workflows.evaluation import read_prompts
 
 MAX_TRANSCRIPTS = 256

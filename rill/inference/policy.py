@@ -1,7 +1,7 @@
 """The policy as environments see it: awaitable, seeded, asked in whole chunks, and resumable.
 
     episode ── generate ──▶ EpisodePolicy ──▶ PolicyClient ──▶ Asked: an EngineGate here, or engines elsewhere
-                                └ answers by request id                 (rill.workflows.env_worker)
+                                └ answers by request id                 (rill.workers.env_worker)
 
 Environments are coroutines on one event loop. All requests that they make in one turn of the loop reach the engine in
 one submit(), so that a chunk of groups is scheduled as a unit: its prefixes are shared, and at lag 0 the batch that an

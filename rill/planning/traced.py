@@ -33,7 +33,7 @@ HISTORY_FILE, FLOW_FILE = "history.jsonl", "flow.json"
 STREAMS = ("rollout", "env")
 """Groups whose items come out one by one. A profile's `streams` can be edited."""
 CHUNK = "chunk"
-"""The span that an edge leaves for every chunk (rill.workflows.edges)."""
+"""The span that an edge leaves for every chunk (rill.workers.edges)."""
 PUBLISH = "publish"
 MAX_KEPT = 4000
 """Records that a run folder keeps: the newest."""

@@ -1,4 +1,4 @@
-"""Guards of an embodied run (rill.workflows.robots.config), beside those that it has in common with every run."""
+"""Guards of an embodied run (rill.workflows.robot_config), beside those that it has in common with every run."""
 
 from __future__ import annotations
 

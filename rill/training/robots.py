@@ -1,6 +1,6 @@
 """The trainer of a robot's policy: episodes in, optimizer steps out; imitation before the first of them.
 
-Callers: rill.workflows.robots.actor. Every data rank holds the whole policy and its share of the episodes; gradients
+Callers: rill.workers.robots.actor. Every data rank holds the whole policy and its share of the episodes; gradients
 are summed over the ranks and divided once by what was counted on all of them. Log-probabilities of the acting policy
 and values are computed here, before the first step, in the blocks that the rollout computes in.
 """

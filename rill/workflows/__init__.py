@@ -1,21 +1,18 @@
-"""Workflows: who produces what and who consumes it, assembled from the parts of the rooms below.
+"""Workflows: who produces what and who consumes it. What runs inside the processes is in rill.workers.
 
 The room in the order of its story; docs/design.md follows one sample through it.
 
-    grpo, ppo, embodied, language      the algorithms: their groups, and one step
+    grpo, ppo, embodied                the algorithms: their groups, and one step
+    language, robots                   the groups that several have; the policy of a robot's recipe
     supervised                         those that learn from rows and not from samples of their own: sft, dpo …
-    config, rl_config                  the recipe
+    config, rl_config, robot_config    the recipe
     workflow, launch, session          a cluster with all groups, and what the driver knows of them; the next session
                                        where a trainer is lost
-    flow, edges, records               the lines of a step as calls, channels and chunks
+    flow                               the lines of a step as calls, channels and chunks
     loop, steering                     step after step; what may be changed between two of them
     staleness, controller              which groups are begun, kept, batched
-    episodes                           a task from prompt to outcome
-    rollout, env_worker                the processes where engines and environments run
-    fleet                              engines that are lost, come and go
-    scorers, learners, actor           what is added to samples on their way, and what learns from them
     evaluation                         held-out figures
-    robots/                            what an embodied run has of its own
+    fleet                              engines that are lost, come and go
 """
 
 from __future__ import annotations
@@ -41,8 +38,8 @@ WORKFLOWS = Registry(
 )
 
 PRELOAD = (
-    "rill.workflows.rollout",
-    "rill.workflows.actor",
+    "rill.workers.rollout",
+    "rill.workers.actor",
     "rill.workflows.controller",
     "rill.inference.native.engine",
     "rill.envs.single_turn",

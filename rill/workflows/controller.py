@@ -1,7 +1,7 @@
 """The controller: a worker that admits prompts, collects what became of them, and announces batches chunk by chunk.
 
              ┌──────────────── controller (one process) ───────────────┐
-    data ──▶ │ admit ──▶ running ──▶ kept ──▶ batch ──▶ chunks         │ ── Chunk ──▶ every stage (edges.py)
+    data ──▶ │ admit ──▶ running ──▶ kept ──▶ batch ──▶ chunks         │ ── Chunk ──▶ every stage (rill.workers.edges)
              └───┬───────────▲──────────────────────────────┬──────────┘
                tasks      outcomes        (channels)        └── Batch ──▶ driver, once a step
                  └─▶ episodes ─┘
@@ -35,10 +35,10 @@ from rill.runtime.process.report import stuck
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import write_atomically
 from rill.types import PolicyVersion
+from rill.workers.edges import Edge
+from rill.workers.records import TRAIN, Chunk, Flows, Outcome
 from rill.workflows.config import OnlineConfig
-from rill.workflows.edges import Edge
 from rill.workflows.evaluation import Evaluation
-from rill.workflows.records import TRAIN, Chunk, Flows, Outcome
 from rill.workflows.staleness import Staleness, State
 
 STATE_FILE, GROUPS_FILE = "state.json", "groups.pickle"

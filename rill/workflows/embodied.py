@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rill.telemetry.run import Run
+from rill.workers.robots.actor import RobotActor
+from rill.workers.robots.env import RobotEnvWorker
+from rill.workers.robots.policy import RobotPolicyWorker
 from rill.workflows.flow import Flow
 from rill.workflows.launch import Launcher
 from rill.workflows.loop import Observer
-from rill.workflows.robots.actor import RobotActor
-from rill.workflows.robots.config import RobotConfig
-from rill.workflows.robots.env import RobotEnvWorker
-from rill.workflows.robots.outcome import SuccessWatch
-from rill.workflows.robots.policy import RobotPolicyWorker, policy_of
+from rill.workflows.robot_config import RobotConfig
+from rill.workflows.robots import SuccessWatch, policy_of
 from rill.workflows.workflow import Workflow
 
 
@@ -34,7 +34,7 @@ class Embodied(Workflow):
         workflow: Literal["embodied"] = "embodied"
 
     config: RobotConfig
-    preload = ("rill.workflows.robots.actor", "rill.workflows.robots.env", "rill.workflows.controller")
+    preload = ("rill.workers.robots.actor", "rill.workers.robots.env", "rill.workflows.controller")
 
     def __init__(self, config: RobotConfig, run: Run, observers: Sequence[Observer]) -> None:
         super().__init__(config, run, [SuccessWatch(observers)])
@@ -42,9 +42,27 @@ class Embodied(Workflow):
     def groups(self, launch: Launcher) -> None:
         config = self.config
         policy = policy_of(config)  # one that does not fit the simulator ends the run here
-        launch(RobotEnvWorker, "env", config=config, run_dir=launch.run_dir)  # simulators
+        launch(  # simulators
+            RobotEnvWorker,
+            "env",
+            config=config.rollout,
+            simulator=config.simulator,
+            algorithm=config.algorithm,
+            seed=config.seed,
+            evaluates_greedily=config.eval.temperature == 0,
+            run_dir=launch.run_dir,
+        )
         self.rollout = launch(RobotPolicyWorker, "rollout", source=policy, sync=launch.sync)  # what decides
-        self.actor = launch.trainer(RobotActor, self.rollout, config=config, source=policy)  # what learns
+        self.actor = launch.trainer(  # what learns
+            RobotActor,
+            self.rollout,
+            config=config.trainer,
+            algorithm=config.algorithm,
+            source=policy,
+            imitation=config.imitation,
+            simulator=config.simulator,
+            data=config.data,
+        )
         # To do as an expert does, played or recorded, before it learns from what it does itself.
         launch.warm_up(self.actor, config.imitation.steps)
 

@@ -11,8 +11,8 @@ from rill.data.base import open_indexed, prompts_of
 from rill.errors import GuardError
 from rill.telemetry.pass_at_k import pass_at_k, pass_counts
 from rill.types import Prompt
-from rill.workflows.config import HELD_OUT, EvalSetConfig
-from rill.workflows.records import Outcome, Task
+from rill.workers.config import HELD_OUT, EvalSetConfig
+from rill.workers.records import Outcome, Task
 
 
 class Evaluation:

@@ -36,9 +36,8 @@ from rill.telemetry.requests import answer_all, open_requests
 from rill.types import PolicyVersion
 from rill.weights import SealedManifest
 from rill.weights.publishing import Synced
-from rill.workflows.records import Sealed
-from rill.workflows.rollout import EVERY_EPOCH, LEFT_CODE
-from rill.workflows.session import Session
+from rill.workers.rollout import EVERY_EPOCH, LEFT_CODE
+from rill.workflows.session import NEVER_S, Sealed, Session
 
 log = logging.getLogger(__name__)
 
@@ -155,13 +154,13 @@ class Fleet:
         self._has_trainer = True
         """Who gives a new engine its weights."""
         self._requests: Channel | None = None
-        limit, flows, channels = self._loop.max_relaunches, session.flows, session.channels
+        limit, flows = self._loop.max_relaunches, session.flows
         if env is None:
             self._engines = Crew(engines, limit, flows.tasks, "generate", flows)
             self._crews = [self._engines]
         else:
-            requests = self._requests = channels.endless("requests")
-            answers = tuple(channels.endless(f"answers[{rank}]") for rank in range(env.size))
+            requests = self._requests = session.channel("requests", NEVER_S)
+            answers = tuple(session.channel(f"answers[{rank}]", NEVER_S) for rank in range(env.size))
             self._engines = Crew(engines, limit, requests, "serve", requests, answers)
             self._crews = [Crew(env, limit, flows.tasks, "run", flows, requests, answers), self._engines]
         open_requests(session.run.path)

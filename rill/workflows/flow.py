@@ -6,9 +6,9 @@
     flow.update(self.actor, batch)                  train on it; engines come to version + 1
 
 Every line is one call on a group and returns at once. The groups' loops wait for each other through channels: a line's
-`Stream` is the channel that the samples come out of. Where lines meet for the first time, an edge is made (edges.py)
-with the granularity that the plan gives it, and the controller learns of it; after that a step costs the driver one
-call a line. Nothing here knows what the groups compute.
+`Stream` is the channel that the samples come out of. Where lines meet for the first time, an edge is made
+(rill.workers.edges) with the granularity that the plan gives it, and the controller learns of it; after that a step
+costs the driver one call a line. Nothing here knows what the groups compute.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.types import PolicyVersion
+from rill.workers.edges import Edge
 from rill.workflows.config import FlowConfig
 from rill.workflows.controller import Batch
-from rill.workflows.edges import Edge
 from rill.workflows.fleet import Fleet
-from rill.workflows.records import Sealed
+from rill.workflows.session import Sealed
 
 TEND_S = 1.0
 """How often engines are looked after while the driver waits for them."""
@@ -158,7 +158,7 @@ class Flow:
         name = f"{group.name}.{method}"
         if name not in self._lines:
             edge = self._connected(name, group, batch)
-            self._lines[name] = Line(group, batch, edge, self.session.channels(f"{name} samples"))
+            self._lines[name] = Line(group, batch, edge, self.session.channel(f"{name} samples"))
         return self._lines[name]
 
     def _connected(self, name: str, group: WorkerGroup[Any], batch: Stream) -> Sealed:
@@ -170,7 +170,7 @@ class Flow:
         edge = Edge(
             name=name,
             samples=batch.samples,
-            announced=tuple(session.channels(f"{name}[{rank}]") for rank in range(group.size)),
+            announced=tuple(session.channel(f"{name}[{rank}]") for rank in range(group.size)),
             num_shares=self._num_shares[group.name],
             granularity=self.config.granularity_of(group.name, self._loop.prompts_per_step),
             is_whole=self._waits_for_all(group.name, batch.upstream),

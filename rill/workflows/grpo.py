@@ -12,12 +12,12 @@ from rill.algorithms import Algorithm, Need
 from rill.runtime.group import WorkerGroup
 from rill.training.score import ScoreModel
 from rill.types import Group, Trajectory
-from rill.workflows.episodes import FinishedGroup
+from rill.workers.episodes import FinishedGroup
+from rill.workers.scorers import InferenceWorker, ReferenceWorker, RewardModelWorker, TeacherWorker
 from rill.workflows.flow import Flow, Stream
 from rill.workflows.language import initial_model, launch_actor, launch_rollout, require_same_tokenizer
 from rill.workflows.launch import Launcher
 from rill.workflows.rl_config import RLConfig
-from rill.workflows.scorers import InferenceWorker, ReferenceWorker, RewardModelWorker, TeacherWorker
 from rill.workflows.workflow import Workflow
 
 

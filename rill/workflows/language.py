@@ -11,12 +11,12 @@ from typing import Any
 from rill.errors import ConfigError
 from rill.models.loading import ModelConfig, load_tokenizer, model_folder
 from rill.runtime.group import WorkerGroup
-from rill.workflows.actor import ActorWorker
-from rill.workflows.env_worker import EnvWorker
-from rill.workflows.episodes import EpisodeSettings, FinishGroup
+from rill.workers.actor import ActorWorker
+from rill.workers.env_worker import EnvWorker
+from rill.workers.episodes import EpisodeSettings, FinishGroup
+from rill.workers.rollout import RolloutWorker
 from rill.workflows.launch import Launcher
 from rill.workflows.rl_config import RLConfig
-from rill.workflows.rollout import RolloutWorker
 
 
 def launch_rollout(
@@ -25,11 +25,23 @@ def launch_rollout(
     """The engines, and the processes of the environments where the recipe wants them apart."""
     if config.model.path and config.cluster.type == "local":
         model_folder(config.model.path)  # here, where a wrong path is one line and not a worker's traceback
-    routed = config.model_copy(update={"sync": launch.sync})
-    settings = EpisodeSettings(routed, finish_group, launch.run_dir)
+    settings = episode_settings(config, finish_group, launch.run_dir)
     if num_env := config.rollout.env_workers:
         launch.beside(EnvWorker, "env", num_env, settings=settings)
-    return launch(RolloutWorker, "rollout", settings=settings)
+    return launch(RolloutWorker, "rollout", settings=settings, sync=launch.sync)
+
+
+def episode_settings(config: RLConfig, finish_group: FinishGroup, run_dir: str) -> EpisodeSettings:
+    return EpisodeSettings(
+        rollout=config.rollout,
+        model=config.model,
+        algorithm=config.algorithm,
+        finish_group=finish_group,
+        evals=config.eval.all_sets(config.data),
+        seed=config.seed,
+        journal=config.journal,
+        run_dir=run_dir,
+    )
 
 
 def launch_actor(

@@ -25,8 +25,9 @@ from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
+from rill.workers.config import RolloutConfig, SyncConfig
 from rill.workflows import PRELOAD
-from rill.workflows.config import ClusterConfig, OnlineConfig, RolloutConfig, SyncConfig
+from rill.workflows.config import ClusterConfig, OnlineConfig
 from rill.workflows.controller import Controller
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.fleet import Fleet
@@ -224,7 +225,7 @@ class Launcher:
             self._close(set(session.groups) - set(FLEET))
             kept = self._rested()
             self._close(set(session.groups) - set(kept))
-            session.channels.close()
+            session.close_channels()
             return Launcher(
                 self.config, session.run, self._observers, session.cluster, number=number, kept=kept
             )

@@ -12,12 +12,12 @@ from pydantic import Field
 
 from rill.algorithms import Need
 from rill.training.value import ValueTrainer
+from rill.workers.learners import CriticWorker
 from rill.workflows.config import Seats
 from rill.workflows.flow import Flow
 from rill.workflows.grpo import GRPO, finish_group
 from rill.workflows.language import initial_model, launch_actor, launch_rollout
 from rill.workflows.launch import Launcher
-from rill.workflows.learners import CriticWorker
 from rill.workflows.rl_config import ModelPlacementConfig, RLConfig
 
 

@@ -22,17 +22,16 @@ from rill.errors import ConfigError
 from rill.models.loading import ModelConfig
 from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.training.policy import PolicyTrainer
+from rill.workers.config import RolloutConfig, WarmStartConfig
+from rill.workers.scorers import RewardModelConfig, TeacherConfig
 from rill.workflows.config import (
     MISMATCH_LIMITS,
     QUANTIZED_CANARY,
     QUANTIZED_LIMIT,
     OnlineConfig,
     PlacementConfig,
-    RolloutConfig,
     Seats,
-    WarmStartConfig,
 )
-from rill.workflows.scorers import RewardModelConfig, TeacherConfig
 
 logger = logging.getLogger(__name__)
 

@@ -3,30 +3,38 @@ mended alone: its groups, the devices that they have, and the channels between t
 
 from __future__ import annotations
 
+import pickle
+from collections import Counter
 from typing import Any
 
 from rill.errors import PlanError, RillError, WorkerError
+from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.placement import resolve, seats_on_free_devices
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.telemetry.run import Run
+from rill.workers.records import Flows
 from rill.workflows.config import OnlineConfig
-from rill.workflows.records import Channels, Flows
 
 MOVABLE = ("shm", "tcp", "disk")
 """Ways of weights that do not depend on where the groups were launched."""
+NEVER_S = 1e9
+MAX_ITEMS = 1_000_000
 
 
 class Session:
     def __init__(self, config: OnlineConfig, run: Run, cluster: Cluster, suffix: str = "") -> None:
-        """`config`: the recipe; weights travel as its `sync` says. `suffix`: of channels' names, which are never used
-        again in a cluster."""
+        """`config`: the recipe; weights travel as its `sync` says. `suffix`: of its channels' names."""
         self.config = config
         self.run = run
         self.cluster = cluster
-        self.channels = Channels(cluster, config.loop.step_timeout_s, suffix)
-        self.flows = Flows.of(self.channels)
+        self._suffix = suffix
+        self._channels: list[Channel] = []
+        self._num_made: Counter[str] = Counter()
+        # Nobody reads ahead of the tasks: one waits where any worker with room can take it.
+        tasks = self.channel("tasks", timeout_s=NEVER_S, capacity_items=MAX_ITEMS)
+        self.flows = Flows(tasks, self.channel("samples"), self.channel("outcomes", timeout_s=NEVER_S))
         self.groups: dict[str, WorkerGroup[Any]] = {}
         """"rollout" has engines, "env" their environments, where those have processes of their own; "actor" learns,
         "controller" admits prompts. What else there is belongs to the workflow."""
@@ -37,6 +45,21 @@ class Session:
     def can_move(self) -> bool:
         """Whether weights find their way to engines that are elsewhere than at launch."""
         return self.config.sync.transport.type in MOVABLE
+
+    def channel(self, name: str, timeout_s: float | None = None, **how: Any) -> Channel:
+        """A new one, under a name of its own: a name that was used before gets a number. Unset: whoever waits there
+        waits as long as a step may last; NEVER_S: as long as the run does, whose loop holds the deadline of a step."""
+        self._num_made[name] += 1
+        nth = f"#{self._num_made[name]}" if self._num_made[name] > 1 else ""
+        timeout_s = timeout_s or self.config.loop.step_timeout_s
+        made = Channel.create(self.cluster, f"{name}{self._suffix}{nth}", timeout_s=timeout_s, **how)
+        self._channels.append(made)
+        return made
+
+    def close_channels(self) -> None:
+        """Nobody uses any of them any more."""
+        for channel in self._channels:
+            channel.close()
 
     def ask(self, call: Handle, timeout_s: float | None = None) -> Any:
         """What the first rank answers. An error of rill's own that it raised is raised here as it is. Unset: twice the
@@ -83,3 +106,13 @@ class Session:
                     "that engines have or nobody has"
                 )
         return devices
+
+
+class Sealed:
+    """Encoded once for what is sent at every step; where it arrives it is the value itself."""
+
+    def __init__(self, value: Any) -> None:
+        self._encoded = pickle.dumps(value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._encoded,)

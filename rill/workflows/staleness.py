@@ -38,8 +38,8 @@ from typing import Any
 from rill.data.curriculum import Curriculum
 from rill.data.loader import PromptSource
 from rill.errors import RunError
+from rill.workers.records import Outcome, Task
 from rill.workflows.config import LoopConfig
-from rill.workflows.records import Outcome, Task
 
 log = logging.getLogger(__name__)
 

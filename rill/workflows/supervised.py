@@ -11,35 +11,27 @@ trains on is dealt out by cost. The model that is left in the run folder is wher
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from rill.config import Config, OneOf, PartConfig
-from rill.data.base import DATASETS, Split, open_dataset, open_indexed
-from rill.data.loader import LoaderConfig, open_loader
+from rill.data.base import DATASETS
+from rill.data.loader import LoaderConfig
 from rill.data.pairs import encode_pair
 from rill.data.sft import SFTEncoder
-from rill.errors import CheckpointError, ConfigError, DataError
 from rill.journal.checkpoints import RunCheckpoints
 from rill.models.loading import ModelConfig
 from rill.runtime.group import WorkerGroup
-from rill.telemetry.run import Run, write_atomically
+from rill.telemetry.run import Run
 from rill.training.engine_config import EngineConfig
-from rill.training.preference import PairTrainer, PreferenceTrainer, RewardTrainer, open_loss
-from rill.training.score import ScoreModel
-from rill.training.sft import SFTTrainer, open_encoder
-from rill.types import Prompt
+from rill.training.preference import PreferenceTrainer, RewardTrainer
+from rill.training.sft import SFTTrainer
+from rill.workers.supervised import Kind, SupervisedWorker, open_policy
 from rill.workflows.config import ClusterConfig, RecipeConfig, Seats
 from rill.workflows.launch import open_cluster
-from rill.workflows.learners import LearningWorker
 from rill.workflows.loop import Observer, StepReport
-from rill.workflows.scorers import rendezvous_of
-
-LOADER_FILE = "loader.json"
 
 
 class SupervisedLoopConfig(Config):
@@ -75,93 +67,6 @@ class SupervisedConfig(RecipeConfig):
     handed_down = {"model.seed": "seed", "loader.seed": "seed", "trainer.model": "model"}
 
 
-class Kind(NamedTuple):
-    """What tells the workflows from each other."""
-
-    open_trainer: Callable[..., SFTTrainer | PairTrainer]
-    """(config, rendezvous=, device=)"""
-    encode: Callable[[SFTEncoder, Prompt], Any]
-    """What the trainer makes steps of, and is evaluated on, of a row."""
-
-
-class SupervisedWorker(LearningWorker):
-    """One rank: reads, trains, and keeps its place in the data."""
-
-    trainer: SFTTrainer | PairTrainer
-
-    def __init__(self, *, recipe: SupervisedConfig, kind: Kind) -> None:
-        config, loop = recipe.trainer, recipe.loop
-        self.trainer = kind.open_trainer(config, rendezvous=rendezvous_of(self), device=self.device)
-        self._kind = kind
-        self.encoder = open_encoder(config)
-        world = self.trainer.world
-        if loop.batch_size % world.data_size:
-            raise ConfigError(
-                f"loop.batch_size {loop.batch_size} does not divide over {world.data_size} data ranks: use a multiple"
-            )
-        dataset = open_dataset(recipe.data, Split.TRAIN)
-        self.loader = open_loader(dataset, recipe.loader, rank=world.data_rank, world=world.data_size)
-        self.batch_size = loop.batch_size // world.data_size
-        self.held_out: list[Prompt] = []
-        self.reason = ""
-        """Why there are no evaluations; empty where there are, or where none were asked for."""
-        if loop.eval_every:
-            self._open_held_out(recipe)
-
-    def _examples(self, rows: Sequence[Prompt]) -> list[Any]:
-        return [self._kind.encode(self.encoder, row) for row in rows]
-
-    def train(self, num_steps: int) -> dict[str, float]:
-        """The figures of the last of these steps; what was left out is counted over all of them."""
-        figures: dict[str, float] = {}
-        num_skipped = 0.0
-        for _ in range(num_steps):
-            figures = self.trainer.update(self._examples(self.loader.next(self.batch_size)))
-            num_skipped += figures["skipped_samples"]
-        figures["skipped_samples"] = num_skipped
-        prefix = f"{self.group_name}/"
-        return {prefix + key.removeprefix(prefix): value for key, value in figures.items()}
-
-    def evaluate(self) -> dict[str, float]:
-        """Figures of the held-out rows; none where the data has no such side."""
-        return self.trainer.evaluate(self._examples(self.held_out)) if self.held_out else {}
-
-    def save(self, folder: str) -> None:
-        super().save(folder)
-        if self.trainer.world.leads:
-            path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
-            write_atomically(path, json.dumps(self.loader.state()))
-
-    def load(self, folder: str) -> None:
-        super().load(folder)
-        path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
-        if not path.exists():  # fewer ranks wrote it: all stood at the same place, so the first one's will do
-            path = path.with_name(f"0-{LOADER_FILE}")
-        try:
-            self.loader.load_state(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-    def export(self, folder: str) -> None:
-        self.trainer.export(folder)
-
-    def why_no_evaluations(self) -> str:
-        return self.reason
-
-    def _open_held_out(self, recipe: SupervisedConfig) -> None:
-        """This rank's part. Now and not at the first evaluation: hours of training may lie before that."""
-        try:
-            rows = open_indexed(recipe.data, Split.HELD_OUT)
-        except DataError as error:
-            self.reason = str(error)
-            return
-        world, count = self.trainer.world, min(recipe.loop.eval_examples, len(rows))
-        if count < world.data_size:
-            self.reason = f"{count} held-out rows for {world.data_size} ranks"
-            return
-        self.held_out = [rows[number] for number in range(world.data_rank, count, world.data_size)]
-
-
 class SupervisedWorkflow:
     kind: ClassVar[Kind]
 
@@ -178,8 +83,12 @@ class SupervisedWorkflow:
                 name=config.workflow,
                 placement=config.placement,
                 threads=config.cluster.threads_on(len(cluster.devices)),
-                recipe=config,
                 kind=self.kind,
+                config=config.trainer,
+                data=config.data,
+                loader=config.loader,
+                batch_size=loop.batch_size,
+                num_held_out=loop.eval_examples if loop.eval_every else 0,
             )
             groups = {config.workflow: worker}
             with RunCheckpoints(self.folder, groups, loop.keep_checkpoints, loop.timeout_s) as checkpoints:
@@ -208,14 +117,6 @@ class SupervisedWorkflow:
                 loop.checkpoint_every and crosses(step, num_steps, loop.checkpoint_every)
             ):
                 checkpoints.save(step)
-
-
-def open_policy(config: PreferenceTrainer.Config, *, device: str, **where: Any) -> PreferenceTrainer:
-    """Each rank holds the whole reference, the policy as it was before the first step, where the loss needs one."""
-    reference = None
-    if open_loss(config.loss).needs_reference:
-        reference = ScoreModel(ScoreModel.Config(model=config.model).following(config), device=device)
-    return PreferenceTrainer(config, reference=reference, device=device, **where)
 
 
 class SFTWorkflow(SupervisedWorkflow):

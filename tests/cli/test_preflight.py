@@ -16,10 +16,10 @@ from rill.envs.agent import Agents
 from rill.envs.base import Environment
 from rill.errors import ConfigError, DataError, GuardError, MissingExtraError, ModelError, UserError
 from rill.types import Prompt, Trajectory
+from rill.workers.records import Outcome
 from rill.workflows import recipe_schema
 from rill.workflows.config import RecipeConfig
 from rill.workflows.evaluation import Evaluation
-from rill.workflows.records import Outcome
 from tests.e2e.faults import foreign_tokenizer
 
 TINY = Path(__file__).parents[1] / "e2e" / "tiny.toml"

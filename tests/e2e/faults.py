@@ -22,8 +22,8 @@ from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.models.train.packed_layout import PackedLayout, Segment
 from rill.training import packing
 from rill.types import Group, PolicyVersion, Prompt, Trajectory
-from rill.workflows.actor import ActorWorker
-from rill.workflows.episodes import FinishedGroup
+from rill.workers.actor import ActorWorker
+from rill.workers.episodes import FinishedGroup
 from rill.workflows.grpo import GRPO, finish_group
 from rill.workflows.language import launch_actor, launch_rollout
 from rill.workflows.launch import Launcher

@@ -26,16 +26,16 @@ from rill.training.parallel import World
 from rill.types import PolicyVersion, Prompt, Sample, Trajectory
 from rill.weights import Canary, CanaryProof, Publisher, SealedManifest, open_publisher, seated
 from rill.weights.publishing import PublishingWorker
-from rill.workflows.config import SyncConfig
+from rill.workers.config import SyncConfig
+from rill.workers.edges import Edge
+from rill.workers.env_worker import EnvWorker
+from rill.workers.rollout import RolloutWorker
 from rill.workflows.controller import Controller
-from rill.workflows.edges import Edge
-from rill.workflows.env_worker import EnvWorker
-from rill.workflows.episodes import EpisodeSettings
 from rill.workflows.fleet import Fleet
 from rill.workflows.flow import Flow
 from rill.workflows.grpo import GRPO, finish_group
+from rill.workflows.language import episode_settings
 from rill.workflows.loop import Loop, StepReport
-from rill.workflows.rollout import RolloutWorker
 from rill.workflows.session import Session
 from tests.workflows.scripted_engine import ENGINE, WEIGHT, scores
 
@@ -186,9 +186,9 @@ class Scene:
             }
         )
         sync = self.config.sync
-        settings = EpisodeSettings(self.config, finish_group, str(self.folder))
+        settings = episode_settings(self.config, finish_group, str(self.folder))
         self.rollout = RolloutWorker.launch_async(
-            cluster, name=f"rollout-{name}", placement=engines, threads=1, settings=settings
+            cluster, name=f"rollout-{name}", placement=engines, threads=1, settings=settings, sync=sync
         )
         transport_end = seated(sync.transport, rank=0, num_receivers=self.rollout.size)
         self.actor = RecordingActor.launch(

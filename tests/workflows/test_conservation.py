@@ -11,7 +11,7 @@ from rill.algorithms import Algorithm
 from rill.inference.policy import PolicyClient
 from rill.runtime.cluster import Cluster
 from rill.types import NOT_SAMPLED, Sample
-from rill.workflows.records import group_id
+from rill.workers.records import group_id
 from tests.workflows.scene import SEED, Scene, TrainedBatch
 from tests.workflows.scripted_engine import script
 

@@ -26,11 +26,12 @@ from rill.telemetry.chrome import read_trace
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run
 from rill.types import InitialState, Prompt
+from rill.workers.records import Task
+from rill.workers.robots.config import ImitationConfig
+from rill.workers.robots.outcome import finished
 from rill.workflows.embodied import Embodied
 from rill.workflows.loop import StepReport
-from rill.workflows.records import Task
-from rill.workflows.robots.config import ImitationConfig, RobotClusterConfig
-from rill.workflows.robots.outcome import finished
+from rill.workflows.robot_config import RobotClusterConfig
 from tests.data.test_lerobot import written
 from tests.models.robots.checkpoints import openvla, tokenizer
 

@@ -6,7 +6,8 @@ import pytest
 
 from rill.data.tasks.arithmetic import ArithmeticDataset
 from rill.telemetry.pass_at_k import pass_at_k, pass_counts
-from rill.workflows.config import HELD_OUT, EvalConfig
+from rill.workers.config import HELD_OUT
+from rill.workflows.config import EvalConfig
 from rill.workflows.evaluation import read_prompts, summarise_rewards
 
 

@@ -15,7 +15,7 @@ from rill.models.loading import ModelConfig
 from rill.training.preference import RewardTrainer
 from rill.training.reward import CLASSIFIER_HEAD, RewardModel
 from rill.types import NOT_SAMPLED, Sample, Trajectory
-from rill.workflows.scorers import PART, RewardModelConfig, with_scores
+from rill.workers.scorers import PART, RewardModelConfig, with_scores
 from tests.e2e.tiny import RECIPE, resolved
 from tests.workflows.scene import MODEL
 

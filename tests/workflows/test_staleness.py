@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rill.errors import RunError
 from rill.inference.base import Completion
 from rill.types import Prompt, StopReason
+from rill.workers.records import Outcome, Progress, Task
 from rill.workflows.config import LoopConfig
-from rill.workflows.records import Outcome, Progress, Task
 from rill.workflows.staleness import Staleness, State
 
 

@@ -1,6 +1,6 @@
 """An episode while it is played, and what becomes of it; an expert's episodes as chunks to imitate.
 
-Called by rill.workflows.robots.env, and by the actor for its warm start.
+Called by rill.workers.robots.env, and by the actor for its warm start.
 """
 
 from __future__ import annotations

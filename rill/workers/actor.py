@@ -23,10 +23,10 @@ from rill.training.score import ScoreModel
 from rill.training.warm_start import WarmStart
 from rill.types import PolicyVersion, Sample
 from rill.weights import Canary, CanaryProof, Tolerance
-from rill.workflows.config import SyncConfig, WarmStartConfig
-from rill.workflows.edges import Edge
-from rill.workflows.learners import Advantages, PolicyLearner
-from rill.workflows.scorers import TeacherConfig, rendezvous_of
+from rill.workers.config import SyncConfig, WarmStartConfig
+from rill.workers.edges import Edge
+from rill.workers.learners import Advantages, PolicyLearner
+from rill.workers.scorers import TeacherConfig, rendezvous_of
 
 
 class ActorWorker(PolicyLearner):

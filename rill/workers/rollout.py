@@ -37,9 +37,10 @@ from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry import trace
 from rill.weights import Pulled, Receiver, SealedManifest, open_receiver, seated
-from rill.workflows.env_worker import Question, Refused
-from rill.workflows.episodes import Episodes, EpisodeSettings
-from rill.workflows.records import Flows
+from rill.workers.config import SyncConfig
+from rill.workers.env_worker import Question, Refused
+from rill.workers.episodes import Episodes, EpisodeSettings
+from rill.workers.records import Flows
 
 LOCK_S = 0.0005
 """After so long a busy thread gives up the interpreter's lock. Python's own 5 ms are two steps of a GPU's engine, which
@@ -101,23 +102,22 @@ class AnswerDesk:
 
 
 class RolloutWorker(Worker):
-    def __init__(self, *, settings: EpisodeSettings) -> None:
+    def __init__(self, *, settings: EpisodeSettings, sync: SyncConfig) -> None:
         """Environments run here, unless they have processes of their own; then those ask (`serve`)."""
         sys.setswitchinterval(LOCK_S)
-        config = settings.config
-        engine = config.rollout.engine
-        self.engine: Engine = ENGINES.load(engine.type)(placed(engine, self.device))
+        config = settings.rollout
+        self.engine: Engine = ENGINES.load(config.engine.type)(placed(config.engine, self.device))
         self.gate = EngineGate(self.engine)
-        self.sync = config.sync
+        self.sync = sync
         self.receiver = self._open_receiver()
-        self.max_concurrent = config.rollout.max_concurrent
+        self.max_concurrent = config.max_concurrent
         name = f"{self.group_name}-{self.rank}"
         self.journal = settings.open_journal(name)
-        self.episodes = None if config.rollout.env_workers else Episodes(settings, name, self.journal)
+        self.episodes = None if config.env_workers else Episodes(settings, name, self.journal)
         self.logged: Asked = self.gate
         """The engine for training: evaluations are not logged, they can be repeated."""
         if self.journal is not None:
-            tokenizer = self.episodes.tokenizer if self.episodes else load_tokenizer(config.model)
+            tokenizer = self.episodes.tokenizer if self.episodes else load_tokenizer(settings.model)
             self.logged = LoggedEngine(self.gate, self.journal, decode=tokenizer.decode)
         self._updating = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None

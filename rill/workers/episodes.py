@@ -11,16 +11,15 @@ say whom to ask. An episode that fails is data: it is counted, and left out of b
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rill.algorithms import Algorithm, Need, Verdict
+from rill.algorithms import Algorithm, AlgorithmConfig, Need, Verdict
 from rill.envs.base import Environment, open_environment
 from rill.envs.episode import run_episode
 from rill.envs.events import MemoryLog
@@ -29,16 +28,16 @@ from rill.inference.collector import CollectorHold
 from rill.inference.policy import Asked, PolicyClient
 from rill.journal.checkpoints import needed_now
 from rill.journal.reader import LogReader
-from rill.journal.token_log import TokenLog
-from rill.models.loading import load_tokenizer
+from rill.journal.token_log import JournalConfig, TokenLog
+from rill.models.loading import ModelConfig, load_tokenizer
 from rill.models.pictures import load_pictures
 from rill.runtime.channel import Lease
 from rill.runtime.process.waits import watch_loop
 from rill.telemetry.groups import episode_metrics, group_metrics, oldest_version
 from rill.telemetry.rollout_log import RolloutLog
 from rill.types import Episode, Group, Sample, SamplingParams, Trajectory
-from rill.workflows.records import TRAIN, Flows, Outcome, Progress, Task
-from rill.workflows.rl_config import RLConfig
+from rill.workers.config import EvalSetConfig, RolloutConfig
+from rill.workers.records import TRAIN, Flows, Outcome, Progress, Task
 
 
 class FinishedGroup(NamedTuple):
@@ -52,17 +51,22 @@ FinishGroup = Callable[[Algorithm, Group, Trajectory | None], FinishedGroup]
 """(algorithm, group, the greedy answer where the algorithm needs one). A workflow file has it."""
 
 
-class EpisodeSettings(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSettings:
     """What a worker needs to run episodes; travels with its launch."""
 
-    config: RLConfig
+    rollout: RolloutConfig
+    model: ModelConfig
+    algorithm: AlgorithmConfig
     finish_group: FinishGroup
+    evals: Mapping[str, EvalSetConfig]
+    seed: int
+    journal: JournalConfig
     run_dir: str
 
     def open_journal(self, process: str) -> TokenLog | None:
         """The token log of a process; None where the recipe wants none."""
-        journal = self.config.journal
-        return TokenLog(Path(self.run_dir), process, journal) if journal.enabled else None
+        return TokenLog(Path(self.run_dir), process, self.journal) if self.journal.enabled else None
 
 
 class Episodes:
@@ -70,19 +74,16 @@ class Episodes:
 
     def __init__(self, settings: EpisodeSettings, process: str, journal: TokenLog | None) -> None:
         """`journal`: the process's."""
-        config = settings.config
-        self._config = config.rollout
-        self._seed = config.seed
-        self._evals = config.eval.all_sets(config.data)
-        self._finish = settings.finish_group
-        self._algorithm = Algorithm(config.algorithm)
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model)
-        self._pictures = load_pictures(config.model)
+        self._settings = settings
+        self._config = settings.rollout
+        self._algorithm = Algorithm(settings.algorithm)
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(settings.model)
+        self._pictures = load_pictures(settings.model)
         self._environments: dict[str, Environment] = {
-            TRAIN: open_environment(config.rollout.env, self.tokenizer, self._pictures)
+            TRAIN: open_environment(self._config.env, self.tokenizer, self._pictures)
         }
         run_dir = Path(settings.run_dir)
-        self._log = RolloutLog(run_dir, process, self.tokenizer, config.rollout.log_groups)
+        self._log = RolloutLog(run_dir, process, self.tokenizer, self._config.log_groups)
         self._journal = journal
         self._before = LogReader(run_dir, partial(needed_now, run_dir))
         self._collector = CollectorHold()
@@ -98,9 +99,9 @@ class Episodes:
         """Until this epoch of the tasks ends and everything taken is finished; returns the number of groups.
         Evaluations are seeded apart."""
         watch_loop(asyncio.get_running_loop())
-        decode = self.tokenizer.decode
-        learner = PolicyClient(training, seed=self._seed, decode=decode)
-        examined = PolicyClient(evaluation, seed=self._seed + 1, decode=decode)
+        seed, decode = self._settings.seed, self.tokenizer.decode
+        learner = PolicyClient(training, seed=seed, decode=decode)
+        examined = PolicyClient(evaluation, seed=seed + 1, decode=decode)
         room = asyncio.Semaphore(self._config.max_concurrent)
         num_groups = 0
         async with asyncio.TaskGroup() as groups:
@@ -139,9 +140,9 @@ class Episodes:
         greedy = episodes.pop().samples[0] if len(episodes) > task.num_samples else None
         trajectories = tuple(sample for episode in episodes for sample in episode.samples)
         group = Group(id=task.id, prompt=task.prompt, trajectories=trajectories)
-        verdict, samples = self._finish(self._algorithm, group, greedy)
+        verdict, samples = self._settings.finish_group(self._algorithm, group, greedy)
         if self._log.write(group, dropped=verdict.reason, trained={sample.id: sample for sample in samples}):
-            samples = [dataclasses.replace(sample, is_logged=True) for sample in samples]
+            samples = [replace(sample, is_logged=True) for sample in samples]
         outcome = self._outcome(
             task,
             lengths=tuple(sample.num_tokens for sample in samples),
@@ -200,7 +201,7 @@ class Episodes:
         sampling = self._config.sampling
         if purpose == TRAIN:
             return self._environments[TRAIN], sampling.params()
-        chosen = self._evals[purpose]
+        chosen = self._settings.evals[purpose]
         if purpose not in self._environments:
             self._environments[purpose] = (
                 self._environments[TRAIN]

@@ -22,7 +22,7 @@ from rill.runtime.worker import Worker
 from rill.telemetry import trace
 from rill.training.balance import CostModel
 from rill.types import Sample
-from rill.workflows.records import BY_TOKENS, Chunk
+from rill.workers.records import BY_TOKENS, Chunk
 
 if TYPE_CHECKING:
     from rill.training.parallel import World

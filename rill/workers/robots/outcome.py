@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +11,10 @@ from rill.algorithms.embodied import EmbodiedAlgorithmConfig, judge
 from rill.envs.robots.film import gif
 from rill.envs.robots.recording import Recording
 from rill.telemetry.jsonl import LineFile, encode_line
-from rill.telemetry.rollout_log import ROLLOUTS_FOLDER
+from rill.telemetry.rollout_log import MEDIA_FOLDER, ROLLOUTS_FOLDER
 from rill.types import EmbodiedTrajectory, PolicyVersion
-from rill.workflows.loop import Observer, StepReport
-from rill.workflows.records import TRAIN, Outcome, Task
-from rill.workflows.robots.config import RobotRolloutConfig
-
-MEDIA_FOLDER = "media"
-WINDOW = 30
-"""Steps that the gain of success is counted over."""
-SETTLED = 0.9
-"""Where every step has succeeded so often, nothing need be gained."""
+from rill.workers.records import TRAIN, Outcome, Task
+from rill.workers.robots.config import RobotRolloutConfig
 
 
 def finished(
@@ -69,26 +61,6 @@ def group_metrics(
     if len(episodes) > 1:
         metrics["groups/without_signal"] = float(np.std(successes) < 1e-6)
     return metrics
-
-
-class SuccessWatch:
-    """An observer before the others: adds how far success has come, for those who watch whether it does, and counts
-    in actions what the flow counts in tokens."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
-        self._successes: list[float] = []
-
-    def __call__(self, report: StepReport) -> None:
-        metrics = dict(report.metrics)
-        if "throughput/tokens_per_s" in metrics:
-            metrics["throughput/actions_per_s"] = metrics.pop("throughput/tokens_per_s")
-        if "success/mean" in metrics:
-            self._successes.append(metrics["success/mean"])
-            recent = self._successes[-2 * WINDOW :]
-            if len(recent) == 2 * WINDOW and min(recent[WINDOW:]) < SETTLED:
-                metrics["success/gain"] = (sum(recent[WINDOW:]) - sum(recent[:WINDOW])) / WINDOW
-        replace(report, metrics=metrics).tell(self._observers)
 
 
 class FilmLog:

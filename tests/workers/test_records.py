@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rill.training.balance import CostModel
-from rill.workflows.records import BY_TOKENS, Chunk, Outcome, group_id, sample_key
+from rill.workers.records import BY_TOKENS, Chunk, Outcome, group_id, sample_key
 
 OUTCOMES = st.lists(
     st.tuples(st.integers(0, 10_000), st.lists(st.integers(1, 500), min_size=1, max_size=5)),

@@ -10,10 +10,7 @@ reaches the driver.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import pickle
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,15 +21,12 @@ import numpy as np
 from rill.errors import ChannelClosedError, RillError
 from rill.inference.base import Completion
 from rill.runtime.channel import Channel, Lease
-from rill.runtime.cluster import Cluster
 from rill.training.balance import CostModel, partition
 from rill.types import EmbodiedTrajectory, Ints, PolicyVersion, Prompt, Sample
 
 A = TypeVar("A")
 TRAIN = "train"
 BY_TOKENS = CostModel()
-NEVER_S = 1e9
-MAX_ITEMS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,39 +136,6 @@ class Chunk:
         return [key for g in sorted(part) for key in keys_S[starts_G[g] : ends_G[g]]]
 
 
-class Channels:
-    """Makes channels, each under a name of its own: one that was made before gets a number."""
-
-    def __init__(self, cluster: Cluster, timeout_s: float, suffix: str = "") -> None:
-        """`timeout_s`: whoever waits for samples waits as long as a step may last."""
-        self._cluster = cluster
-        self._timeout_s = timeout_s
-        self._suffix = suffix
-        self._made: dict[str, list[Channel]] = defaultdict(list)
-
-    def __call__(self, name: str) -> Channel:
-        return self._create(name, timeout_s=self._timeout_s)
-
-    def endless(self, name: str) -> Channel:
-        """One that is waited at for as long as the run lasts: the loop holds the deadline of a step."""
-        return self._create(name, timeout_s=NEVER_S)
-
-    def bounded(self, name: str) -> Channel:
-        """The same, and nobody reads ahead: an item waits where any worker with room can take it."""
-        return self._create(name, timeout_s=NEVER_S, capacity_items=MAX_ITEMS)
-
-    def _create(self, name: str, **how: Any) -> Channel:
-        made = self._made[name]
-        nth = f"#{len(made) + 1}" if made else ""
-        made.append(Channel.create(self._cluster, f"{name}{self._suffix}{nth}", **how))
-        return made[-1]
-
-    def close(self) -> None:
-        """Nobody uses any of them any more."""
-        for channel in itertools.chain.from_iterable(self._made.values()):
-            channel.close()
-
-
 class Answers(Generic[A]):
     """What others answer, as futures by the name of what was asked. One thread reads the channel for as long as the
     process lives. `read` makes the answer of what came, or raises."""
@@ -208,26 +169,12 @@ class Answers(Generic[A]):
                     future.set_exception(error)
 
 
-class Sealed:
-    """Encoded once for what is sent at every step; where it arrives it is the value itself."""
-
-    def __init__(self, value: Any) -> None:
-        self._encoded = pickle.dumps(value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self._encoded,)
-
-
 class Flows(NamedTuple):
     """The channels of generation."""
 
     tasks: Channel
     samples: Channel
     outcomes: Channel
-
-    @staticmethod
-    def of(channels: Channels) -> Flows:
-        return Flows(channels.bounded("tasks"), channels("samples"), channels.endless("outcomes"))
 
     async def finish(
         self, lease: Lease, outcome: Outcome, samples: Sequence[Sample | EmbodiedTrajectory]

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rill.algorithms.embodied import EmbodiedAlgorithmConfig
+from rill.config import PartConfig
 from rill.data.initial_states import start_of
 from rill.envs.robots.bank import Begin, Played, uses_device
 from rill.envs.robots.process import SimulatorLostError, SimulatorProcess
@@ -31,10 +33,10 @@ from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker
 from rill.telemetry import trace
 from rill.types import EmbodiedTrajectory
-from rill.workflows.records import TRAIN, Answers, Flows, Task
-from rill.workflows.robots.config import RobotConfig
-from rill.workflows.robots.outcome import FilmLog, finished
-from rill.workflows.robots.policy import Answer, RemotePolicy
+from rill.workers.records import TRAIN, Answers, Flows, Task
+from rill.workers.robots.config import RobotRolloutConfig
+from rill.workers.robots.outcome import FilmLog, finished
+from rill.workers.robots.policy import Answer, RemotePolicy
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +80,8 @@ async def take(work: Work, num_free: int, *, wait: bool) -> list[Waiting]:
 class Stage:
     """Some simulators, and the episodes that they are in."""
 
-    def __init__(self, config: RobotConfig, size: int, name: str) -> None:
-        self.simulators = SimulatorProcess(config.simulator, size, timeout_s=config.rollout.timeout_s)
+    def __init__(self, simulators: SimulatorProcess, size: int, name: str) -> None:
+        self.simulators = simulators
         self.size = size
         self.name = name
         self.live: dict[int, tuple[Group, Recording]] = {}
@@ -93,16 +95,31 @@ class Stage:
 
 
 class RobotEnvWorker(Worker):
-    def __init__(self, *, config: RobotConfig, run_dir: str) -> None:
+    def __init__(
+        self,
+        *,
+        config: RobotRolloutConfig,
+        simulator: PartConfig,
+        algorithm: EmbodiedAlgorithmConfig,
+        seed: int,
+        evaluates_greedily: bool,
+        run_dir: str,
+    ) -> None:
         self.config = config
+        self.simulator = simulator
+        self.algorithm = algorithm
+        self.seed = seed
+        self.evaluates_greedily = evaluates_greedily
         self._turn: Callable[[], AbstractContextManager[Any]] = nullcontext
-        rollout = config.rollout
-        sizes = [len(range(n, rollout.num_envs, rollout.stages)) for n in range(rollout.stages)]
         name = f"{self.group_name}-{self.rank}"
-        self.stages = [Stage(config, size, f"{name}/{n}") for n, size in enumerate(sizes)]
+        self.stages: list[Stage] = []
+        for n in range(config.stages):
+            size = len(range(n, config.num_envs, config.stages))
+            simulators = SimulatorProcess(simulator, size, timeout_s=config.timeout_s)
+            self.stages.append(Stage(simulators, size, f"{name}/{n}"))
         for stage in self.stages:
             stage.simulators.spec()  # they start side by side; one that cannot is told of now
-        self.films = FilmLog(rollout, Path(run_dir), name)
+        self.films = FilmLog(config, Path(run_dir), name)
         self._answers: Answers[Answer] | None = None
 
     def close(self) -> None:
@@ -114,7 +131,7 @@ class RobotEnvWorker(Worker):
         """Until this epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         if self._answers is None or self._answers.name != answers[self.rank].name:  # other ones after a move
             self._answers = Answers(answers[self.rank])
-        if uses_device(self.config.simulator):
+        if uses_device(self.simulator):
             self._turn = partial(
                 self.device_lock, requests
             )  # the policy waits for these: it lends the device then
@@ -125,7 +142,7 @@ class RobotEnvWorker(Worker):
             raise errors.exceptions[0] from None
 
     async def _run(self, tasks: Channel, flows: Flows, policy: RemotePolicy) -> int:
-        work: Work = asyncio.Queue(self.config.rollout.num_envs)
+        work: Work = asyncio.Queue(self.config.num_envs)
         async with asyncio.TaskGroup() as running:
             for stage in self.stages:
                 running.create_task(self._play(stage, work, flows, policy))
@@ -185,9 +202,9 @@ class RobotEnvWorker(Worker):
         if not slots:
             return
         recordings = [stage.live[slot][1] for slot in slots]
-        seeds = [seed_of(self.config.seed, recording) for recording in recordings]
+        seeds = [seed_of(self.seed, recording) for recording in recordings]
         asked_s = time.perf_counter()
-        greedy = not is_training and self.config.eval.temperature == 0
+        greedy = not is_training and self.evaluates_greedily
         future = policy.ask([recording.observation for recording in recordings], seeds, greedy=greedy)
         with trace.span("wait for the policy", lane=stage.name, simulators=len(slots)):
             answer: Answer = await asyncio.wrap_future(future)
@@ -222,9 +239,7 @@ class RobotEnvWorker(Worker):
         return await asyncio.to_thread(simulated) if asked else {}
 
     async def _finish(self, group: Group, stage: Stage, flows: Flows) -> None:
-        outcome, kept = finished(
-            self.config.algorithm, group.task, group.episodes, simulating=stage.simulating
-        )
+        outcome, kept = finished(self.algorithm, group.task, group.episodes, simulating=stage.simulating)
         await flows.finish(group.lease, outcome, kept)
 
     def _bring_back(self, stage: Stage, reason: str) -> None:
@@ -232,7 +247,7 @@ class RobotEnvWorker(Worker):
         for _, recording in stage.live.values():
             if not recording.is_over:
                 recording.lose(reason)
-        limit = self.config.rollout.max_restarts
+        limit = self.config.max_restarts
         if sum(other.simulators.num_restarts for other in self.stages) >= limit:
             raise RunError(f"{stage.name}: {reason} after {limit} restarts (rollout.max_restarts)")
         log.warning("%s: %s; started again", stage.name, reason)

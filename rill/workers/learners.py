@@ -27,9 +27,9 @@ from rill.training.value import ValueTrainer
 from rill.types import PolicyVersion, Sample
 from rill.weights import CanaryProof, SealedManifest, open_publisher, take_part
 from rill.weights.publishing import PublishingWorker
-from rill.workflows.config import SyncConfig
-from rill.workflows.edges import Edge, num_shares, put_all
-from rill.workflows.scorers import rendezvous_of, with_column
+from rill.workers.config import SyncConfig
+from rill.workers.edges import Edge, num_shares, put_all
+from rill.workers.scorers import rendezvous_of, with_column
 
 if TYPE_CHECKING:
     from rill.training.robots import RobotTrainer

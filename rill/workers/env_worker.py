@@ -22,8 +22,8 @@ from rill.inference.base import Completion, Request
 from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.runtime.worker import Worker
-from rill.workflows.episodes import Episodes, EpisodeSettings
-from rill.workflows.records import Answers, Flows
+from rill.workers.episodes import Episodes, EpisodeSettings
+from rill.workers.records import Answers, Flows
 
 
 class Question(NamedTuple):

@@ -27,8 +27,8 @@ from rill.training.reward import RewardModel
 from rill.training.score import FrozenModel, ScoreModel
 from rill.types import Floats, PolicyVersion, Sample
 from rill.weights import SealedManifest, open_receiver
-from rill.workflows.config import SyncConfig
-from rill.workflows.edges import Edge, num_shares
+from rill.workers.config import SyncConfig
+from rill.workers.edges import Edge, num_shares
 
 PART = "model"
 """The score's name among the parts of a reward."""

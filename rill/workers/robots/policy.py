@@ -17,18 +17,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rill.config import PartConfig
-from rill.envs.robots.base import check_task
-from rill.envs.robots.process import SimulatorProcess
 from rill.models.robots.base import POLICIES, Decision, Policy, load_policy, open_policy, read_saved
 from rill.models.robots.probe import probe
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker, concurrent
 from rill.training.parallel import copy_weights
-from rill.types import InitialState, Observation, PolicyVersion, RobotSpec
+from rill.types import Observation, PolicyVersion, RobotSpec
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
-from rill.workflows.config import SyncConfig
-from rill.workflows.records import Answers
-from rill.workflows.robots.config import RobotConfig
+from rill.workers.config import SyncConfig
+from rill.workers.records import Answers
 
 
 class PolicySource(NamedTuple):
@@ -50,23 +47,6 @@ class PolicySource(NamedTuple):
             read_saved(Path(self.path), self.spec)
         else:
             POLICIES.load(self.config.type).check(self.config, self.spec)
-
-
-def policy_of(config: RobotConfig) -> PolicySource:
-    """For the robot of the recipe, whose shapes are asked of a simulator in a process of its own. A simulator that
-    cannot be opened, a task that it has not and a policy that does not fit are told of here, in one line."""
-    simulators = SimulatorProcess(config.simulator, 1, timeout_s=config.rollout.timeout_s)
-    try:
-        spec = simulators.spec()
-    finally:
-        simulators.close()
-    for task in config.data.tasks:
-        check_task(InitialState(config.simulator.type, task, 0), spec)
-    source = PolicySource(config.policy, spec, config.policy_path, config.seed)
-    source.check()
-    if config.imitation.dataset:
-        config.imitation.recorded(spec)
-    return source
 
 
 class Question(NamedTuple):
