@@ -25,7 +25,7 @@ from rill.workflows.flow import Flow
 from rill.workflows.launch import Launcher
 from rill.workflows.loop import Observer
 from rill.workflows.robot_config import RobotConfig
-from rill.workflows.robots import SuccessWatch, policy_of
+from rill.workflows.robots import SuccessWatch, policy_of, settings_of
 from rill.workflows.workflow import Workflow
 
 
@@ -42,27 +42,10 @@ class Embodied(Workflow):
     def groups(self, launch: Launcher) -> None:
         config = self.config
         policy = policy_of(config)  # one that does not fit the simulator ends the run here
-        launch(  # simulators
-            RobotEnvWorker,
-            "env",
-            config=config.rollout,
-            simulator=config.simulator,
-            algorithm=config.algorithm,
-            seed=config.seed,
-            evaluates_greedily=config.eval.temperature == 0,
-            run_dir=launch.run_dir,
-        )
+        settings = settings_of(config)
+        launch(RobotEnvWorker, "env", settings=settings, run_dir=launch.run_dir)  # simulators
         self.rollout = launch(RobotPolicyWorker, "rollout", source=policy, sync=launch.sync)  # what decides
-        self.actor = launch.trainer(  # what learns
-            RobotActor,
-            self.rollout,
-            config=config.trainer,
-            algorithm=config.algorithm,
-            source=policy,
-            imitation=config.imitation,
-            simulator=config.simulator,
-            data=config.data,
-        )
+        self.actor = launch.trainer(RobotActor, self.rollout, settings=settings, source=policy)  # what learns
         # To do as an expert does, played or recorded, before it learns from what it does itself.
         launch.warm_up(self.actor, config.imitation.steps)
 

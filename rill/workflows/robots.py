@@ -8,6 +8,7 @@ from dataclasses import replace
 from rill.envs.robots.base import check_task
 from rill.envs.robots.process import SimulatorProcess
 from rill.types import InitialState
+from rill.workers.robots.config import RobotSettings
 from rill.workers.robots.policy import PolicySource
 from rill.workflows.loop import Observer, StepReport
 from rill.workflows.robot_config import RobotConfig
@@ -33,6 +34,19 @@ def policy_of(config: RobotConfig) -> PolicySource:
     if config.imitation.dataset:
         config.imitation.recorded(spec)
     return source
+
+
+def settings_of(config: RobotConfig) -> RobotSettings:
+    return RobotSettings(
+        simulator=config.simulator,
+        data=config.data,
+        rollout=config.rollout,
+        algorithm=config.algorithm,
+        trainer=config.trainer,
+        imitation=config.imitation,
+        evaluates_greedily=config.eval.temperature == 0,
+        seed=config.seed,
+    )
 
 
 class SuccessWatch:

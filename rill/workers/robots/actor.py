@@ -14,10 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rill.algorithms.embodied import EmbodiedAlgorithmConfig
-from rill.config import PartConfig
 from rill.data.base import Split, open_indexed
-from rill.data.initial_states import InitialStates, start_of
+from rill.data.initial_states import start_of
 from rill.envs.robots.process import SimulatorProcess
 from rill.envs.robots.recording import Shown, demonstrate, shown_of
 from rill.errors import DataError
@@ -28,7 +26,7 @@ from rill.weights import Canary, CanaryProof
 from rill.workers.config import SyncConfig
 from rill.workers.edges import Edge
 from rill.workers.learners import PolicyLearner
-from rill.workers.robots.config import ImitationConfig
+from rill.workers.robots.config import RobotSettings
 from rill.workers.robots.policy import PolicySource
 from rill.workers.scorers import rendezvous_of
 
@@ -39,29 +37,16 @@ DEMO_TIMEOUT_S = 300.0
 class RobotActor(PolicyLearner):
     trainer: RobotTrainer
 
-    def __init__(
-        self,
-        *,
-        config: PartConfig,
-        algorithm: EmbodiedAlgorithmConfig,
-        source: PolicySource,
-        imitation: ImitationConfig,
-        simulator: PartConfig,
-        data: InitialStates.Config,
-        sync: SyncConfig,
-    ) -> None:
-        """`imitation`, with the `simulator` and `data` that an expert plays: of the warm start."""
-        self.trainer = ROBOT_TRAINERS.load(config.type)(
-            config,
-            algorithm,
+    def __init__(self, *, settings: RobotSettings, source: PolicySource, sync: SyncConfig) -> None:
+        self.settings = settings
+        self.trainer = ROBOT_TRAINERS.load(settings.trainer.type)(
+            settings.trainer,
+            settings.algorithm,
             source.open(),
             rendezvous=rendezvous_of(self),
             device=self.device,
-            seed=source.seed,
+            seed=settings.seed,
         )
-        self.imitation = imitation
-        self.simulator = simulator
-        self.data = data
         self._open_publisher(sync)
         self._shown: Demonstration | None = None
         self._seen: dict[str, float] = {}
@@ -70,7 +55,7 @@ class RobotActor(PolicyLearner):
 
     def warm_up(self, num_done: int, num_steps: int) -> dict[str, float]:
         """So many supervised steps on what an expert does (behaviour cloning); the metrics of the last."""
-        how = self.imitation
+        how = self.settings.imitation
         shown = self._shown = self._shown or self._watch()
         with self.device_lock():
             metrics = self.trainer.imitate(shown, num_steps, how.batch_size, how.learning_rate)
@@ -81,7 +66,7 @@ class RobotActor(PolicyLearner):
 
     def _watch(self) -> Demonstration:
         """See an expert play, or what was recorded of one; every rank sees the same."""
-        policy, imitation = self.trainer.policy, self.imitation
+        policy, imitation = self.trainer.policy, self.settings.imitation
         if imitation.dataset:
             episodes = imitation.recorded(policy.spec).episodes(imitation.demos)
             shown = shown_of(episodes, policy.config.chunk)
@@ -94,10 +79,10 @@ class RobotActor(PolicyLearner):
         return Demonstration(inputs=inputs, actions_BJA=actions_BJA, mask_BJ=mask_BJ)
 
     def _played(self) -> Shown:
-        simulator, least = self.simulator, self.imitation.min_success
-        states = open_indexed(self.data, Split.TRAIN)
+        simulator, least = self.settings.simulator, self.settings.imitation.min_success
+        states = open_indexed(self.settings.data, Split.TRAIN)
         # From the end: RL begins with the first ones, in the loader's order.
-        last = range(len(states) - 1, -1, -1)[: self.imitation.demos]
+        last = range(len(states) - 1, -1, -1)[: self.settings.imitation.demos]
         starts = [start_of(states[n]) for n in last]
         simulators = SimulatorProcess(simulator, DEMO_SIMULATORS, timeout_s=DEMO_TIMEOUT_S)
         try:

@@ -1,13 +1,16 @@
-"""The tables of an embodied recipe that its workers read."""
+"""What the workers of an embodied run read of its recipe."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from rill.config import Config
+from rill.algorithms.embodied import EmbodiedAlgorithmConfig
+from rill.config import Config, PartConfig
+from rill.data.initial_states import InitialStates
 from rill.data.lerobot import LeRobotData
 from rill.types import RobotSpec
 from rill.workers.config import SampledConfig
@@ -59,3 +62,17 @@ class ImitationConfig(Config):
     def recorded(self, spec: RobotSpec) -> LeRobotData:
         """The data set, which fits the robot."""
         return LeRobotData(Path(self.dataset), spec, cameras=self.cameras, action_range=self.action_range)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RobotSettings:
+    """Travels with the launch of simulators and trainer."""
+
+    simulator: PartConfig
+    data: InitialStates.Config
+    rollout: RobotRolloutConfig
+    algorithm: EmbodiedAlgorithmConfig
+    trainer: PartConfig
+    imitation: ImitationConfig
+    evaluates_greedily: bool
+    seed: int

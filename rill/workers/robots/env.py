@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rill.algorithms.embodied import EmbodiedAlgorithmConfig
-from rill.config import PartConfig
 from rill.data.initial_states import start_of
 from rill.envs.robots.bank import Begin, Played, uses_device
 from rill.envs.robots.process import SimulatorLostError, SimulatorProcess
@@ -34,7 +32,7 @@ from rill.runtime.worker import Worker
 from rill.telemetry import trace
 from rill.types import EmbodiedTrajectory
 from rill.workers.records import TRAIN, Answers, Flows, Task
-from rill.workers.robots.config import RobotRolloutConfig
+from rill.workers.robots.config import RobotSettings
 from rill.workers.robots.outcome import FilmLog, finished
 from rill.workers.robots.policy import Answer, RemotePolicy
 
@@ -80,8 +78,9 @@ async def take(work: Work, num_free: int, *, wait: bool) -> list[Waiting]:
 class Stage:
     """Some simulators, and the episodes that they are in."""
 
-    def __init__(self, simulators: SimulatorProcess, size: int, name: str) -> None:
-        self.simulators = simulators
+    def __init__(self, settings: RobotSettings, size: int, name: str) -> None:
+        timeout_s = settings.rollout.timeout_s
+        self.simulators = SimulatorProcess(settings.simulator, size, timeout_s=timeout_s)
         self.size = size
         self.name = name
         self.live: dict[int, tuple[Group, Recording]] = {}
@@ -95,31 +94,16 @@ class Stage:
 
 
 class RobotEnvWorker(Worker):
-    def __init__(
-        self,
-        *,
-        config: RobotRolloutConfig,
-        simulator: PartConfig,
-        algorithm: EmbodiedAlgorithmConfig,
-        seed: int,
-        evaluates_greedily: bool,
-        run_dir: str,
-    ) -> None:
-        self.config = config
-        self.simulator = simulator
-        self.algorithm = algorithm
-        self.seed = seed
-        self.evaluates_greedily = evaluates_greedily
+    def __init__(self, *, settings: RobotSettings, run_dir: str) -> None:
+        self.settings = settings
         self._turn: Callable[[], AbstractContextManager[Any]] = nullcontext
+        rollout = settings.rollout
+        sizes = [len(range(n, rollout.num_envs, rollout.stages)) for n in range(rollout.stages)]
         name = f"{self.group_name}-{self.rank}"
-        self.stages: list[Stage] = []
-        for n in range(config.stages):
-            size = len(range(n, config.num_envs, config.stages))
-            simulators = SimulatorProcess(simulator, size, timeout_s=config.timeout_s)
-            self.stages.append(Stage(simulators, size, f"{name}/{n}"))
+        self.stages = [Stage(settings, size, f"{name}/{n}") for n, size in enumerate(sizes)]
         for stage in self.stages:
             stage.simulators.spec()  # they start side by side; one that cannot is told of now
-        self.films = FilmLog(config, Path(run_dir), name)
+        self.films = FilmLog(rollout, Path(run_dir), name)
         self._answers: Answers[Answer] | None = None
 
     def close(self) -> None:
@@ -131,7 +115,7 @@ class RobotEnvWorker(Worker):
         """Until this epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         if self._answers is None or self._answers.name != answers[self.rank].name:  # other ones after a move
             self._answers = Answers(answers[self.rank])
-        if uses_device(self.simulator):
+        if uses_device(self.settings.simulator):
             self._turn = partial(
                 self.device_lock, requests
             )  # the policy waits for these: it lends the device then
@@ -142,7 +126,7 @@ class RobotEnvWorker(Worker):
             raise errors.exceptions[0] from None
 
     async def _run(self, tasks: Channel, flows: Flows, policy: RemotePolicy) -> int:
-        work: Work = asyncio.Queue(self.config.num_envs)
+        work: Work = asyncio.Queue(self.settings.rollout.num_envs)
         async with asyncio.TaskGroup() as running:
             for stage in self.stages:
                 running.create_task(self._play(stage, work, flows, policy))
@@ -202,9 +186,9 @@ class RobotEnvWorker(Worker):
         if not slots:
             return
         recordings = [stage.live[slot][1] for slot in slots]
-        seeds = [seed_of(self.seed, recording) for recording in recordings]
+        seeds = [seed_of(self.settings.seed, recording) for recording in recordings]
         asked_s = time.perf_counter()
-        greedy = not is_training and self.evaluates_greedily
+        greedy = not is_training and self.settings.evaluates_greedily
         future = policy.ask([recording.observation for recording in recordings], seeds, greedy=greedy)
         with trace.span("wait for the policy", lane=stage.name, simulators=len(slots)):
             answer: Answer = await asyncio.wrap_future(future)
@@ -239,7 +223,8 @@ class RobotEnvWorker(Worker):
         return await asyncio.to_thread(simulated) if asked else {}
 
     async def _finish(self, group: Group, stage: Stage, flows: Flows) -> None:
-        outcome, kept = finished(self.algorithm, group.task, group.episodes, simulating=stage.simulating)
+        algorithm, simulating = self.settings.algorithm, stage.simulating
+        outcome, kept = finished(algorithm, group.task, group.episodes, simulating=simulating)
         await flows.finish(group.lease, outcome, kept)
 
     def _bring_back(self, stage: Stage, reason: str) -> None:
@@ -247,7 +232,7 @@ class RobotEnvWorker(Worker):
         for _, recording in stage.live.values():
             if not recording.is_over:
                 recording.lose(reason)
-        limit = self.config.max_restarts
+        limit = self.settings.rollout.max_restarts
         if sum(other.simulators.num_restarts for other in self.stages) >= limit:
             raise RunError(f"{stage.name}: {reason} after {limit} restarts (rollout.max_restarts)")
         log.warning("%s: %s; started again", stage.name, reason)
