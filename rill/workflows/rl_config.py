@@ -126,7 +126,7 @@ class RLConfig(OnlineConfig):
         """The native engine computes in the trainer's precision unless it is given one of its own."""
         if not isinstance(values, dict) or not isinstance(values.get("rollout"), dict):
             return values
-        engine, trainer = values["rollout"].get("engine", {}), values.get("trainer", {})
+        engine, trainer = as_table(values["rollout"].get("engine", {})), values.get("trainer", {})
         is_native = isinstance(engine, dict) and engine.get("type", "native") == "native"
         dtype = trainer.get("compute_dtype", "float32") if isinstance(trainer, dict) else None
         if is_native and str(dtype) in MISMATCH_LIMITS:  # anything else is the trainer's mistake alone

@@ -45,6 +45,13 @@ def test_the_seed_of_a_recipe_decides_the_fresh_weights_of_every_part(recipe: st
     assert weights_seeds("seed=3", "model.seed=5") == {5}
 
 
+@pytest.mark.parametrize("engine", ["rollout.engine=native", "rollout.engine.type=native"])
+def test_the_engine_computes_in_the_trainers_precision_however_it_is_named(engine: str) -> None:
+    values = load_recipe("demo", [engine, "trainer.compute_dtype=bfloat16"])
+    config = resolve(GRPO.Config, values.values, values.provenance).model_dump()
+    assert config["rollout"]["engine"]["dtype"] == "bfloat16"
+
+
 def test_a_critic_may_be_another_model_than_the_policy() -> None:
     changes = ["critic.model.path=models/critic"]
     values = load_recipe("ppo_arithmetic", changes)
