@@ -116,9 +116,8 @@ class RobotEnvWorker(Worker):
         if self._answers is None or self._answers.name != answers[self.rank].name:  # other ones after a move
             self._answers = Answers(answers[self.rank])
         if uses_device(self.settings.simulator):
-            self._turn = partial(
-                self.device_lock, requests
-            )  # the policy waits for these: it lends the device then
+            # The policy waits for these: it lends the device then.
+            self._turn = partial(self.device_lock, requests)
         try:
             policy = RemotePolicy(requests, self._answers, self.rank)
             return asyncio.run(self._run(flows.tasks.of_epoch(epoch), flows, policy))
@@ -145,18 +144,16 @@ class RobotEnvWorker(Worker):
             begun = await take(work, stage.size - len(stage.live), wait=not stage.live)
             if not begun and not stage.live:
                 return
-            try:
-                await self._begin(stage, begun)
-                for purpose in sorted({group.task.purpose == TRAIN for group, _ in stage.live.values()}):
-                    await self._chunk(stage, policy, is_training=purpose)
-            except SimulatorLostError as lost:
-                self._bring_back(stage, str(lost))
+            await self._begin(stage, begun)
+            for purpose in sorted({group.task.purpose == TRAIN for group, _ in stage.live.values()}):
+                await self._chunk(stage, policy, is_training=purpose)
             for slot in [slot for slot, (_, recording) in stage.live.items() if recording.is_over]:
                 group, recording = stage.live.pop(slot)
                 group.episodes.append(recording.trajectory())
                 self.films.add(group.task, recording, group.episodes[-1])
                 if len(group.episodes) == group.task.num_samples:
-                    await self._finish(group, stage, flows)
+                    done = finished(self.settings.algorithm, group.task, group.episodes, stage.simulating)
+                    await flows.finish(group.lease, *done)
 
     async def _begin(self, stage: Stage, begun: list[Waiting]) -> None:
         free = [slot for slot in range(stage.size) if slot not in stage.live]
@@ -165,16 +162,10 @@ class RobotEnvWorker(Worker):
             slot: Begin(start_of(waiting.group.task.prompt), self.films.size_of(waiting.group.task))
             for slot, waiting in placed.items()
         }
-        lost: SimulatorLostError | None = None
-        try:
-            firsts = await self._simulate(stage, stage.simulators.reset, begins)
-        except SimulatorLostError as error:  # they are counted with those that were under way
-            lost, firsts = error, {slot: Played.failed(str(error)) for slot in begins}
+        firsts = await self._simulate(stage, stage.simulators.reset, begins)
         for slot, (group, number) in placed.items():
             name, start = f"{group.task.id}/{number}", begins[slot].start
             stage.live[slot] = (group, Recording(name, group.task.id, start, firsts[slot]))
-        if lost is not None:
-            raise lost
 
     async def _chunk(self, stage: Stage, policy: RemotePolicy, *, is_training: bool) -> None:
         """One decision of the policy and what the simulators make of it."""
@@ -197,6 +188,8 @@ class RobotEnvWorker(Worker):
         chunks = {slot: decision.actions_BJA[row] for row, slot in enumerate(slots)}
         played = await self._simulate(stage, stage.simulators.play, chunks)
         for row, (slot, recording) in enumerate(zip(slots, recordings, strict=True)):
+            if recording.is_over:  # lost with its simulator
+                continue
             choice = Choice(
                 decision.actions_BJA[row],
                 {name: latent[row] for name, latent in decision.latents.items()},
@@ -210,7 +203,8 @@ class RobotEnvWorker(Worker):
     async def _simulate(
         self, stage: Stage, call: Callable[[Mapping[int, Any]], dict[int, Played]], asked: Mapping[int, Any]
     ) -> dict[int, Played]:
-        """In a thread, so that the other stages go on; in turn with others, where simulators compute on the device."""
+        """In a thread, so that the other stages go on; in turn with others, where simulators compute on the device.
+        Where their process is lost, what was asked has failed, and so has all that was under way there."""
 
         def simulated() -> dict[int, Played]:
             with self._turn():
@@ -220,12 +214,13 @@ class RobotEnvWorker(Worker):
                 stage.simulating_s += time.perf_counter() - began_s
                 return played
 
-        return await asyncio.to_thread(simulated) if asked else {}
-
-    async def _finish(self, group: Group, stage: Stage, flows: Flows) -> None:
-        algorithm, simulating = self.settings.algorithm, stage.simulating
-        outcome, kept = finished(algorithm, group.task, group.episodes, simulating=simulating)
-        await flows.finish(group.lease, outcome, kept)
+        if not asked:
+            return {}
+        try:
+            return await asyncio.to_thread(simulated)
+        except SimulatorLostError as lost:
+            self._bring_back(stage, str(lost))
+            return dict.fromkeys(asked, Played.failed(str(lost)))
 
     def _bring_back(self, stage: Stage, reason: str) -> None:
         """What was under way in it is lost; it goes on with a new process."""

@@ -21,7 +21,6 @@ def finished(
     algorithm: EmbodiedAlgorithmConfig,
     task: Task,
     episodes: Sequence[EmbodiedTrajectory],
-    *,
     simulating: float,
 ) -> tuple[Outcome, list[EmbodiedTrajectory]]:
     """The outcome, and the episodes that are trained on. Failed ones are counted and left out of everything else."""
