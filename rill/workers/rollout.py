@@ -57,8 +57,6 @@ class OpenQuestion:
     lease: Lease
     target: Channel
     num_left: int
-    room: asyncio.Semaphore
-    num_places: int
 
 
 class AnswerDesk:
@@ -66,8 +64,9 @@ class AnswerDesk:
     wakes the event loop once for all that a step has ended: each time the two threads change places costs it some of a
     step."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, room: asyncio.Semaphore) -> None:
         self._loop = loop
+        self._room = room
         self._ended: deque[tuple[OpenQuestion, Future[Any]]] = deque()
         self._has_ended = asyncio.Event()
         self._is_woken = False
@@ -92,13 +91,9 @@ class AnswerDesk:
             while self._ended:
                 asked, future = self._ended.popleft()
                 asked.num_left -= 1
-                if asked.num_left:
+                async with contextlib.nullcontext() if asked.num_left else asked.lease:
                     await asked.target.put_async(future.result())
-                    continue
-                async with asked.lease:
-                    await asked.target.put_async(future.result())
-                for _ in range(asked.num_places):
-                    asked.room.release()
+                self._room.release()
 
 
 class RolloutWorker(Worker):
@@ -197,19 +192,16 @@ class RolloutWorker(Worker):
 
     async def _serve(self, requests: Channel, answers: tuple[Channel, ...]) -> int:
         room, num_answered = asyncio.Semaphore(self.max_concurrent), 0
-        desk = AnswerDesk(asyncio.get_running_loop())
+        desk = AnswerDesk(asyncio.get_running_loop(), room)
         async with asyncio.TaskGroup() as running:
             sending = running.create_task(desk.send())
             async for lease in requests.leases():
                 question: Question = lease.value
                 num_answered += len(question.requests)
-                places = question.requests[: self.max_concurrent]
-                asked = OpenQuestion(
-                    lease, answers[question.asker], len(question.requests), room, len(places)
-                )
+                asked = OpenQuestion(lease, answers[question.asker], len(question.requests))
                 for future in self._submit(question):
                     desk.add(asked, future)
-                for _ in places:
+                for _ in question.requests:
                     await room.acquire()  # before the next is begun: another engine may have room for it
             sending.cancel()  # the epoch is over when the last question is dealt with
         return num_answered

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rill.errors import PeerDiedError, RillError, RunError, UserError, boundary
@@ -98,27 +98,15 @@ class Crew:
         """A call that still works on the epoch."""
         return next(iter(self._calls.values()), None)
 
-    def relaunch(self, rank: int, reason: str, timeout_s: float, catch_up: Callable[[], None]) -> None:
-        """In a new process, and in another where that is lost before it came to where the others are (`catch_up`).
-        `recall` lets it go on."""
-        name = self.name(rank)
-        while True:
-            count = self.num_relaunches[rank]
-            if count >= self._max_relaunches:
-                raise RunError(f"{name} is lost ({reason}) after {count} relaunches (loop.max_relaunches)")
-            self.num_relaunches[rank] += 1
-            log.warning("%s is lost: %s; relaunch %d", name, reason, count + 1)
-            try:
-                with boundary(f"relaunch of {name}, which was lost: {reason}"):
-                    self.group.relaunch(rank, timeout_s=timeout_s)
-                    catch_up()
-                return
-            except RillError as error:
-                if not self._has_died(rank):
-                    raise
-                reason = str(error).splitlines()[0]
+    def count_relaunch(self, rank: int, reason: str) -> None:
+        """RunError: it was started again too often."""
+        name, count = self.name(rank), self.num_relaunches[rank]
+        if count >= self._max_relaunches:
+            raise RunError(f"{name} is lost ({reason}) after {count} relaunches (loop.max_relaunches)")
+        self.num_relaunches[rank] += 1
+        log.warning("%s is lost: %s; relaunch %d", name, reason, count + 1)
 
-    def _has_died(self, rank: int) -> bool:
+    def has_died(self, rank: int) -> bool:
         """What a death leads to may be known before the death is."""
         deadline_s = time.monotonic() + DEATH_S
         while rank not in self.group.lost():
@@ -279,18 +267,25 @@ class Fleet:
         return manifest
 
     def _bring_back(self, crew: Crew, rank: int, reason: str) -> None:
-        """Start a lost rank again; an engine with the weights that the others hold. See above."""
-        name, first_line = crew.name(rank), reason.splitlines()[0]
+        """Start a lost rank again, and once more where it is lost before it has the weights that the others hold."""
         if not self._has_trainer:
             raise PeerDiedError(reason)
-        if crew is self._engines and f"exit code {LEFT_CODE}" in first_line and crew.group.size > 1:
+        name, reason = crew.name(rank), reason.splitlines()[0]
+        if crew is self._engines and f"exit code {LEFT_CODE}" in reason and crew.group.size > 1:
             self._see_off(rank, "it was told to go (SIGTERM)")
             return
-
-        def catch_up() -> None:
-            if crew is self._engines:
-                self.catch_up([rank])
-
-        with trace.span("relaunch", lane="loop", worker=name):
-            crew.relaunch(rank, first_line, self._loop.step_timeout_s, catch_up)
-        crew.recall(rank)
+        crew.count_relaunch(rank, reason)
+        try:
+            with (
+                trace.span("relaunch", lane="loop", worker=name),
+                boundary(f"relaunch of {name}, which was lost: {reason}"),
+            ):
+                crew.group.relaunch(rank, timeout_s=self._loop.step_timeout_s)
+                if crew is self._engines:
+                    self.catch_up([rank])
+        except RillError as error:
+            if not crew.has_died(rank):
+                raise
+            self._bring_back(crew, rank, str(error))
+        else:
+            crew.recall(rank)

@@ -41,12 +41,12 @@ class Stream(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of the step that was written before: who it calls with what, and the edge that was made for it."""
+    """What was made for a line of the step when it was met for the first time."""
 
-    group: WorkerGroup[Any]
-    batch: Stream
     edge: Sealed
     target: Channel
+    is_whole: bool
+    """It waits for its whole batch."""
 
 
 class Flow:
@@ -61,8 +61,6 @@ class Flow:
         self._loop = self.session.config.loop
         self._lines: dict[str, Line] = {}
         self._num_shares: dict[str, int] = {}
-        self._waits: dict[str, bool] = {}
-        """Whether a line waits for its whole batch."""
         self._selected: Handle | None = None
         self._calls: list[Handle] = []
         """Of the step."""
@@ -105,11 +103,11 @@ class Flow:
         self._calls, self._selected = [], None
 
     def rewire(self, config: FlowConfig) -> None:
-        """Between two steps: other chunks, or the same ones to groups that are on other devices now."""
+        """Between two steps: other chunks, or the same ones to groups that are on other devices now. The next step
+        meets all its lines anew."""
         self.config = config
         self._num_shares.clear()
-        for name, line in self._lines.items():
-            self._lines[name] = line._replace(edge=self._connected(name, line.group, line.batch))
+        self._lines.clear()
 
     def batch(self) -> Batch:
         """Wait for the batch to be full, and for the engines to let go of their devices if this step is an epoch: one
@@ -155,15 +153,9 @@ class Flow:
                     raise outcome.error
 
     def _line(self, group: WorkerGroup[Any], batch: Stream, method: str) -> Line:
-        name = f"{group.name}.{method}"
-        if name not in self._lines:
-            edge = self._connected(name, group, batch)
-            self._lines[name] = Line(group, batch, edge, self.session.channel(f"{name} samples"))
-        return self._lines[name]
-
-    def _connected(self, name: str, group: WorkerGroup[Any], batch: Stream) -> Sealed:
-        """An edge that the controller knows of."""
-        session = self.session
+        name, session = f"{group.name}.{method}", self.session
+        if name in self._lines:
+            return self._lines[name]
         if group.name not in self._num_shares:
             # Asked before its first line: later it may wait behind that one.
             self._num_shares[group.name] = session.ask(group.on(0).num_shares())
@@ -175,17 +167,17 @@ class Flow:
             granularity=self.config.granularity_of(group.name, self._loop.prompts_per_step),
             is_whole=self._waits_for_all(group.name, batch.upstream),
         )
-        self._waits[name] = edge.is_whole
         session.ask(session.groups["controller"].connect(edge))
-        return Sealed(edge)
+        line = self._lines[name] = Line(Sealed(edge), session.channel(f"{name} samples"), edge.is_whole)
+        return line
 
     def _waits_for_all(self, group: str, upstream: Sequence[str]) -> bool:
         """Whether one that it takes turns with may be at work when its first chunk comes. Behind a line that has waited
         for all of its own, those before that one are done."""
-        for line in reversed(upstream):
-            if self.session.take_turns(group, line.partition(".")[0]):
+        for name in reversed(upstream):
+            if self.session.take_turns(group, name.partition(".")[0]):
                 return True
-            if self._waits.get(line):
+            if name in self._lines and self._lines[name].is_whole:
                 return False
         return False
 

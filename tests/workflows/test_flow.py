@@ -83,10 +83,11 @@ def test_a_group_waits_for_its_whole_batch_only_where_one_it_shares_with_may_sti
     devices: dict[str, set[int]], waiting: set[str]
 ) -> None:
     flow = Flow.__new__(Flow)
-    flow._waits = {}
+    flow._lines = {}
     flow.session = SimpleNamespace(take_turns=lambda one, other: bool(devices[one] & devices[other]))  # type: ignore[assignment]
     upstream: tuple[str, ...] = ("rollout",)
     for line in ("reference.score", "actor.train"):
-        flow._waits[line] = flow._waits_for_all(line.partition(".")[0], upstream)
+        is_whole = flow._waits_for_all(line.partition(".")[0], upstream)
+        flow._lines[line] = SimpleNamespace(is_whole=is_whole)  # type: ignore[assignment]
         upstream = (*upstream, line)
-    assert {line for line, waits in flow._waits.items() if waits} == waiting
+    assert {name for name, line in flow._lines.items() if line.is_whole} == waiting
