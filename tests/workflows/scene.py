@@ -221,6 +221,7 @@ class Scene:
         session.groups = {"rollout": self.rollout, "actor": self.actor, "controller": self.controller}
         if self.env is not None:
             session.groups["env"] = self.env
+        session.reseat()
         self.flows = session.flows
         self.fleet = Fleet(session)
         self.reports: list[StepReport] = []
