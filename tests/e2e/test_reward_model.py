@@ -8,7 +8,7 @@ import pytest
 
 from rill.workflows.loop import StepReport
 from tests.e2e.tiny import EXACT, PPO, fingerprint, start
-from tests.workflows.test_reward_model import folder  # noqa: F401  a fixture
+from tests.workers.test_reward_model import folder  # noqa: F401  a fixture
 
 APART = (
     "cluster.devices=2",

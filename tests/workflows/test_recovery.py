@@ -7,7 +7,9 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,7 +21,8 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.types import PolicyVersion
-from rill.workflows.fleet import Crew
+from rill.workflows.config import LoopConfig
+from rill.workflows.fleet import Crew, Fleet
 from tests.weights.test_distributed import free_port
 from tests.workflows.broken_transport import TRANSPORT
 from tests.workflows.scene import DEADLINE_S, Scene
@@ -285,8 +288,10 @@ class Mortal:
 
 def test_an_engine_that_dies_while_it_is_brought_back_is_started_once_more() -> None:
     def bring_back(group: Mortal) -> None:
-        crew = Crew(cast(Any, group), 3, cast(Any, None), "generate")
-        crew.relaunch(0, "killed", 1.0, lambda: None)
+        crew = Crew(cast(Any, group), 3, cast(Any, None), "run")
+        environments: Any = SimpleNamespace(_has_trainer=True, _engines=None, _loop=LoopConfig())
+        environments._bring_back = partial(Fleet._bring_back, environments)
+        environments._bring_back(crew, 0, "killed")
 
     bring_back(twice := Mortal(2))
     assert twice.num_starts == 3
