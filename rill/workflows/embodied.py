@@ -43,7 +43,7 @@ class Embodied(Workflow):
         config = self.config
         policy = policy_of(config)  # one that does not fit the simulator ends the run here
         settings = settings_of(config)
-        launch(RobotEnvWorker, "env", settings=settings, run_dir=launch.run_dir)  # simulators
+        self.env = launch(RobotEnvWorker, "env", settings=settings, run_dir=launch.run_dir)  # simulators
         self.rollout = launch(RobotPolicyWorker, "rollout", source=policy, sync=launch.sync)  # what decides
         self.actor = launch.trainer(RobotActor, self.rollout, settings=settings, source=policy)  # what learns
         # To do as an expert does, played or recorded, before it learns from what it does itself.

@@ -266,7 +266,7 @@ def test_killed_simulators_policies_and_trainers_change_no_bit_of_the_result(tmp
     phases: list[str] = []
 
     def victim(step: int) -> WorkerGroup[Any] | None:
-        return {1: workflow.rollout.env, 3: workflow.rollout.group, 5: workflow.actor}.get(step)
+        return {1: workflow.env, 3: workflow.rollout, 5: workflow.actor}.get(step)
 
     def observe(report: StepReport) -> None:
         is_new = phases.count("step") == report.step
