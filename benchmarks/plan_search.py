@@ -1,14 +1,11 @@
 """Claim: an exact plan for 3 workers on 1,024 devices in 20 ms, for 8 on 1,024 and 4 on 16,384 in a second, on one
 core.
 
-Prints one JSON line a case: seconds of the search (best of several), of Algorithm 1 written down as in the paper
-in the same
-run, and how much longer the plan is that it finds. Algorithm 1 keeps one time for a part and a number of devices;
-here it has
-the same costs, the same chunk sizes and a table for what it has seen. It is run up to the sizes that end within
-minutes.
-The paper reports up to 5.98 s for three workers on 1,024 GPUs. The last line is the simulator: 10,000 devices, 10
-steps.
+Prints one JSON line a case: seconds of the search (best of several), of Algorithm 1 written down as in the paper in the
+same run, and how much longer the plan is that it finds. Algorithm 1 keeps one time for a part and a number of devices;
+here it has the same costs, the same chunk sizes and a table for what it has seen. It is run up to the sizes that end
+within minutes. The paper reports up to 5.98 s for three workers on 1,024 GPUs. The last line is the simulator: 10,000
+devices, 10 steps.
 """
 
 from __future__ import annotations

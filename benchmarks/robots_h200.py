@@ -6,15 +6,15 @@
                                                           one in training; unset: a transformer of action tokens
 
     simulators   steps/s of simulators behind a process against the same ones in this process, by turns, in the median
-                 of nine rounds: at least 90 %. On a
-                 device (arm_mjx): steps/s by the number of scenes, and the seconds until it is compiled
+                 of nine rounds: at least 90 %. On a device (arm_mjx): steps/s by the number of scenes, and the seconds
+                 until it is compiled
     stages       seconds that a step waits for its episodes, with one stage and with two, and the share of it that goes
                  into simulating: 1.3 × where both sides take similar time
-    modes        actions/s end to end, and `ratio`: to the first mode. shared (the paper's temporal): simulators on the
-                 device, policy and trainer take turns, their memory moved out and in; resident: all stay in memory,
-                 simulators and policy still take turns (one stage); hybrid: all stay, one half of the scenes is
-                 simulated while the policy decides for the other; ahead: hybrid, one version ahead of training. Split
-                 needs two devices: --modes split
+    modes        actions/s end to end, and `ratio`: to the first mode. shared (the paper's temporal): simulators and
+                 policy one after the other (one stage), the trainer by turns with them, its memory moved out and in;
+                 resident: the same, but all stay in memory; hybrid: all stay, one half of the scenes is simulated while
+                 the policy decides for the other; ahead: hybrid, one version ahead of training. Split needs two
+                 devices: --modes split
 
 A policy decides for --rows scenes at a time, whatever the number that ask: half of --envs, so that a stage fills them.
 Prints JSON lines. Uses the first GPU where there is one. Needs idle cores; the packages are torch, transformers,

@@ -1,7 +1,6 @@
 """Whether an algorithm can run in a workflow, said at configuration time and in one line.
 
-Callers: a workflow's config. The workflow says what it can launch; the trainer itself
-provides the rest.
+Callers: a workflow's config. The workflow says what it can launch; the trainer itself provides the rest.
 """
 
 from __future__ import annotations

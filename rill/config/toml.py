@@ -25,8 +25,7 @@ def dumps(
     """TOML text for a mapping. `comments` go behind the value of each dotted key; what is `left_out`, a value or a
     whole table, is mentioned in a comment with the words given for it.
 
-    None has no form in TOML: such a key is mentioned in a comment, as its absence means the same. Tuples become
-    arrays.
+    None has no form in TOML: such a key is mentioned in a comment, as its absence means the same. Tuples become arrays.
     """
     rows = list(_table_rows(values, (), left_out or {}))
     while rows and rows[0] == ("", ""):

@@ -1,9 +1,6 @@
 """Gymnasium's text games, `reset` and `step`: the model reads the observation and names an action.
 
-[rollout.env]
-type = "gymnasium"
-id = "FrozenLake-v1"
-actions = ["left", "down", "right", "up"]
+[rollout.env] type = "gymnasium" id = "FrozenLake-v1" actions = ["left", "down", "right", "up"]
 """
 
 from __future__ import annotations

@@ -248,10 +248,9 @@ class Engine(Protocol):
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         """Copy new weights in, set the version, and drop every cache entry of older versions.
 
-        Works between two steps, whether paused or not. Every parameter must be given unless partial; an unknown
-        name or a wrong shape is a WeightSyncError and leaves the engine unavailable until a whole update succeeds;
-        a version that does not grow is one too, and changes nothing.
-        Transports live in rill.weights: they end in this call.
+        Works between two steps, whether paused or not. Every parameter must be given unless partial; an unknown name or
+        a wrong shape is a WeightSyncError and leaves the engine unavailable until a whole update succeeds; a version
+        that does not grow is one too, and changes nothing. Transports live in rill.weights: they end in this call.
         """
         ...
 

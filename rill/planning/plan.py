@@ -3,10 +3,9 @@
     structure = "turns(chunks[64](series(rollout, reference)), actor)"
 
 is the whole of it in one line. `series(a, b)`: on different devices, b fed by a while a goes on. `parallel(a, b)`: on
-different devices, not feeding each other. `turns(a, b)`: on the same devices, one after the other, each leaving
-the memory.
-`together(a, b)`: the same, both staying in memory. `chunks[64](x)`: items pass through x 64 at a time. The tables
-below it give each worker's devices; times and memory are predictions, and `basis` says what they rest on.
+different devices, not feeding each other. `turns(a, b)`: on the same devices, one after the other, each leaving the
+memory. `together(a, b)`: the same, both staying in memory. `chunks[64](x)`: items pass through x 64 at a time. The
+tables below it give each worker's devices; times and memory are predictions, and `basis` says what they rest on.
 
 `Plan.of` writes a search's result down; `load` reads a file that a person may have edited; `tree` gives the object that
 `price`, the simulator and the runtime work with.

@@ -1,8 +1,7 @@
 """What a given plan costs: the search's formulas applied to one tree, with its devices and chunks as they are.
 
-Called where a plan did not come out of the search just now: a file that a person wrote or edited, and the plan
-that a run
-follows while `replan` looks for a better one. For a tree that the search found it gives the search's own figures.
+Called where a plan did not come out of the search just now: a file that a person wrote or edited, and the plan that a
+run follows while `replan` looks for a better one. For a tree that the search found it gives the search's own figures.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     folder/v0000000007/bucket-00000.safetensors …   manifest.json     (a difference: bucket-00000.delta)
 
-A version is written beside its place and renamed into it, so a reader sees all of it or nothing. With `delta` on,
-every `full_every`-th version is whole and the others hold differences to the one before; a reader that has missed
-some walks the chain from what it holds, or from the last whole version. Old folders are removed once no chain needs
-them.
+A version is written beside its place and renamed into it, so a reader sees all of it or nothing. With `delta` on, every
+`full_every`-th version is whole and the others hold differences to the one before; a reader that has missed some walks
+the chain from what it holds, or from the last whole version. Old folders are removed once no chain needs them.
 """
 
 from __future__ import annotations

@@ -201,6 +201,11 @@ class OnlineConfig(RecipeConfig):
         return (self.placement.rollout,)
 
     @property
+    def together(self) -> tuple[str, ...]:
+        """Groups that stay in memory beside each other on devices that they share."""
+        return tuple(type(self.placement).model_fields) if self.cluster.colocate else ()
+
+    @property
     def reads_gpu(self) -> bool:
         """Engines can read weights where the trainer has them, on a GPU that both stay on."""
         return True

@@ -185,8 +185,8 @@ class Launcher:
         starting, self._starting = self._starting, []
         for group in starting:
             self._await(group)
-        if self.config.cluster.colocate:  # groups that fit on their devices together need no turns
-            self.session.cluster.coreside(*self.session.devices)
+        if self.config.together:  # they need no turns among themselves
+            self.session.cluster.coreside(*self.config.together)
         self.is_ready = True
 
     def _await(self, group: WorkerGroup[Any]) -> None:

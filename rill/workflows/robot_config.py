@@ -19,7 +19,7 @@ from rill.workflows.config import MISMATCH_LIMITS, ClusterConfig, OnlineConfig, 
 
 
 class RobotPlacementConfig(PlacementConfig):
-    """Simulators take turns with nobody unless they run on the device."""
+    """Simulators take turns with the trainer alone, and only where they run on the device."""
 
     env: Seats = "0"
     rollout: Seats = "0"
@@ -48,6 +48,12 @@ class RobotConfig(OnlineConfig):
     placement: RobotPlacementConfig = Field(default_factory=RobotPlacementConfig)
 
     handed_down = {**OnlineConfig.handed_down, "data.suite": "simulator.type"}
+
+    @property
+    def together(self) -> tuple[str, ...]:
+        """Simulators give back no memory, and a policy that decides on every chunk of theirs stays beside them: it has
+        room where the trainer has it later."""
+        return super().together or ("env", "rollout")
 
     def guards(self) -> list[Guard]:
         limit = MISMATCH_LIMITS["float32"]

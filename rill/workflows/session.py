@@ -82,7 +82,7 @@ class Session:
 
     def take_turns(self, one: str, other: str) -> bool:
         """Whether two groups share devices and cannot be in memory together."""
-        if self.config.cluster.colocate:
+        if {one, other} <= set(self.config.together):
             return False
         return bool(self.devices.get(one, frozenset()) & self.devices.get(other, frozenset()))
 

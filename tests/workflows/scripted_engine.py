@@ -2,8 +2,7 @@
 
 Registered by its "module:Class" path, it runs inside the real rollout worker. Token number i of a request is
 `script(seed)[i]`, whether it is said in one go or continued; its version is that of the weights held when it was said.
-It keeps a record of every completion in
-`record_dir`, one file a process, to be compared with what reaches the trainer.
+It keeps a record of every completion in `record_dir`, one file a process, to be compared with what reaches the trainer.
 """
 
 from __future__ import annotations

@@ -231,17 +231,24 @@ def test_a_pretrained_policys_adapters_are_trained_and_sent_and_a_data_set_is_im
 
 
 @pytest.mark.slow
-def test_simulators_on_the_device_take_turns_with_the_policy_or_stay_beside_it_and_change_no_bit(
+def test_a_policy_stays_beside_simulators_on_its_device_and_whether_the_trainer_does_changes_no_bit(
     tmp_path: Path,
 ) -> None:
-    shared, hybrid = (Run.create("robot", root=tmp_path, config_toml="") for _ in range(2))
+    """Out and in again for the trainer, once a step, and never for a chunk of the simulators."""
+    turns, all_stay = (Run.create("robot", root=tmp_path, config_toml="") for _ in range(2))
     simulator = {"type": "tests.envs.robots.fakes:PointScenes", "step_s": 0.002}
     config = recipe(simulator=simulator, loop__steps=3, cluster={"devices": 1})
-    run_of(config, shared)
-    run_of(config.model_copy(update={"cluster": RobotClusterConfig(devices=1, colocate=True)}), hybrid)
-    assert weights_of(shared) == weights_of(hybrid)
-    both = (num_overlaps(run, "simulate", "rollout.decide") for run in (shared, hybrid))
-    assert next(both) == 0 < next(both)
+    run_of(config, turns)
+    run_of(config.model_copy(update={"cluster": RobotClusterConfig(devices=1, colocate=True)}), all_stay)
+    assert weights_of(turns) == weights_of(all_stay)
+    for run in (turns, all_stay):
+        assert num_overlaps(run, "simulate", "rollout.decide") > 0
+    moved_out = [
+        sum(event.name == "offload" and event.lane.startswith("rollout") for event in read_trace(run.path))
+        for run in (turns, all_stay)
+    ]
+    num_chunks = sum(event.name == "rollout.decide" for event in read_trace(turns.path))
+    assert 0 < moved_out[0] <= 4 < num_chunks and moved_out[1] == 0
 
 
 def num_overlaps(run: Run, one: str, other: str) -> int:

@@ -1,10 +1,9 @@
 """The language-model head without its logits: log-probability and entropy of chosen tokens, chunk by chunk.
 
-Owns the only code that multiplies hidden states with the vocabulary matrix during training. Callers pick the
-positions they need (trained tokens), so prompts and observations cost nothing here. No tensor of shape tokens ×
-vocabulary outlives its chunk: the backward pass computes each chunk's logits again, unless the logits of the whole
-micro-batch fit in `keep_bytes`. Gradients are exact for both outputs. The softmax work on CUDA is in
-rill.models.ops.triton_head.
+Owns the only code that multiplies hidden states with the vocabulary matrix during training. Callers pick the positions
+they need (trained tokens), so prompts and observations cost nothing here. No tensor of shape tokens × vocabulary
+outlives its chunk: the backward pass computes each chunk's logits again, unless the logits of the whole micro-batch fit
+in `keep_bytes`. Gradients are exact for both outputs. The softmax work on CUDA is in rill.models.ops.triton_head.
 
 M hidden state of the micro-batch, K chosen token, C token of one chunk, D model width, V vocabulary.
 

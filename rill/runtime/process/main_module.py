@@ -1,9 +1,8 @@
 """The user's script as seen by a worker: its classes must be importable though the worker runs another main.
 
 A class of the script is pickled as "__main__.Name". In a worker, `__main__` loads the script on the first look at a
-name it does not have: a worker that needs nothing of the script never pays for importing it. As with
-multiprocessing, the script runs there under the name "__mp_main__", so `if __name__ == "__main__"` keeps its body
-to the driver.
+name it does not have: a worker that needs nothing of the script never pays for importing it. As with multiprocessing,
+the script runs there under the name "__mp_main__", so `if __name__ == "__main__"` keeps its body to the driver.
 """
 
 from __future__ import annotations
