@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -294,9 +293,10 @@ def test_a_process_that_stands_still_is_not_awaited_for_ever(
 ) -> None:
     path = write_jsonl(tmp_path, 5)
     monkeypatch.setattr(index_module, "WAIT_S", 0.05)
-    go_on = threading.Event()
+    began, go_on = threading.Event(), threading.Event()
 
     def stands(number: int) -> int:
+        began.set()
         go_on.wait(timeout=30)
         return number
 
@@ -304,8 +304,7 @@ def test_a_process_that_stands_still_is_not_awaited_for_ever(
     holder = threading.Thread(target=lambda: index.of_every_row("x", 5, stands))
     holder.start()
     try:
-        while not list(index.folder.glob("x.lock")):
-            time.sleep(0.001)
+        assert began.wait(timeout=30)
         with pytest.raises(StuckError, match="another process that makes x.npy"):
             index.of_every_row("x", 5, lambda number: number)
     finally:
