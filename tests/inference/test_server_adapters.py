@@ -87,6 +87,20 @@ def test_the_root_routes_load_every_version_under_one_name(client: httpx.Client,
     assert unload.json() == {"status": "ok", "models": ["base"]}
 
 
+def test_an_adapter_scores_the_prompt_wherever_the_request_names_it(
+    client: httpx.Client, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path, 1)
+    assert load(client, "math", tmp_path).status_code == 200
+
+    def scores(body: dict[str, str], **sampling: str) -> Any:
+        asked = {"max_tokens": 1, "prompt_logprobs": 1, **sampling}
+        whole = {"token_ids": [int(t) for t in PROMPT], "sampling_params": asked, **body}
+        return client.post("/inference/v1/generate", json=whole).json()["prompt_logprobs"]
+
+    assert scores({}, model="math") == scores({"model": "math"}) != scores({"model": "base"})
+
+
 @pytest.mark.parametrize("root", ["", "/v1"])
 def test_only_the_admin_key_opens_the_adapter_routes(client: httpx.Client, tmp_path: Path, root: str) -> None:
     body = {"lora_name": "a"}
