@@ -271,7 +271,7 @@ def _fit_time(points: Points, lengths: tuple[float, ...]) -> tuple[Curve, float,
     fewest = min(points.replicas)
     base = [(x, s) for x, r, s in rows if r == fewest]
     curve = fit([x for x, _ in base], [s for _, s in base])
-    more = np.array([(curve.at(x), r / fewest, s) for x, r, s in rows if r > fewest])
+    more = np.array([(curve.at(x), r / fewest, max(s, 1e-12)) for x, r, s in rows if r > fewest])
     if not len(more):
         return curve, 0.0, 0.0
     alone_s, growth, real_s = more.T

@@ -46,9 +46,8 @@ class EngineControl:
         """The future is done once nothing more will run that the mode forbids."""
         self._core.scheduler.paused = mode
         self._core.drain()
-        if (
-            mode is PauseMode.INTERRUPT
-        ):  # what they had in the cache is found there again, but for their last block
+        if mode is PauseMode.INTERRUPT:
+            # What they had in the cache is found there again, but for their last block.
             self._core.preempt_all(but_scored=True)
         drained: Future[None] = Future()
         if mode is PauseMode.FINISH:
