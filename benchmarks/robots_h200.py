@@ -4,17 +4,19 @@
                                      [--only simulators,stages,modes] [--modes shared,hybrid] [--width 1024 --depth 8]
                                      [--field-steps 10]   a flow policy, as π0: so many evaluations for a decision, and
                                                           one in training; unset: a transformer of action tokens
+                                     [--env-workers 8]    --envs are of each; simulators on CPUs need several
 
-    simulators   steps/s of simulators behind a process against the same ones in this process, by turns, in the median
-                 of nine rounds: at least 90 %. On a device (arm_mjx): steps/s by the number of scenes, and the seconds
-                 until it is compiled
+    simulators   every core busy with simulators of its own (`bare`), and behind processes as an env worker plays them,
+                 in two stages, a worker for every core: steps/s of all together, by turns, in the median of nine
+                 rounds: at least 90 %. On a device (arm_mjx): steps/s by the number of scenes, and the seconds until it
+                 is compiled
     stages       seconds that a step waits for its episodes, with one stage and with two, and the share of it that goes
                  into simulating: 1.3 × where both sides take similar time
-    modes        actions/s end to end, and `ratio`: to the first mode. shared (the paper's temporal): simulators and
-                 policy one after the other (one stage), the trainer by turns with them, its memory moved out and in;
-                 resident: the same, but all stay in memory; hybrid: all stay, one half of the scenes is simulated while
-                 the policy decides for the other; ahead: hybrid, one version ahead of training. Split needs two
-                 devices: --modes split
+    modes        actions/s end to end, and `ratio`: to the first mode. temporal: simulators, policy and trainer take
+                 turns, each moved out when its own is over; shared (the default of a recipe): simulators and policy one
+                 after the other (one stage), both in memory, the trainer by turns with them; resident: the same, but
+                 all stay in memory; hybrid: all stay, one half of the scenes is simulated while the policy decides for
+                 the other; ahead: hybrid, one version ahead of training. Split needs two devices: --modes split
 
 A policy decides for --rows scenes at a time, whatever the number that ask: half of --envs, so that a stage fills them.
 Prints JSON lines. Uses the first GPU where there is one. Needs idle cores; the packages are torch, transformers,
@@ -25,13 +27,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rill.config import PartConfig
 from rill.envs.robots.bank import Begin, Scenes, open_scenes, uses_device
 from rill.envs.robots.base import SIMULATORS
 from rill.envs.robots.process import SimulatorProcess
@@ -44,13 +51,14 @@ CHUNK = 4
 ROUNDS = 9
 STAY = {"devices": 1, "colocate": True}
 MODES: dict[str, dict[str, Any]] = {
+    "temporal": {"stages": 1, "swapped": True},
     "shared": {"stages": 1},
     "resident": {"stages": 1, "cluster": STAY},
     "hybrid": {"cluster": STAY},
     "ahead": {"cluster": STAY, "loop": {"max_lag": 1}},
     "split": {"cluster": {"devices": 2}, "placement": {"env": "0", "rollout": "1", "actor": "1"}},
 }
-SMALL = {"envs": 8, "episodes": 16, "steps": 2, "width": 32, "depth": 1, "chunks": 2}
+SMALL = {"envs": 8, "episodes": 16, "steps": 2, "width": 32, "depth": 1, "seconds": 0.2}
 TOLD = {
     "actions_per_s": "throughput/actions_per_s",
     "step_s": "time/step_s",
@@ -58,6 +66,14 @@ TOLD = {
     "train_s": "time/train_s",
     "simulating": "rollout/simulating",
 }
+
+
+class Swapped(Embodied.Config):
+    """Whoever has had its turn on the device gives its memory back, the policy too."""
+
+    @property
+    def together(self) -> tuple[str, ...]:
+        return ()
 
 
 def recipe(wanted: argparse.Namespace, **mode: Any) -> Embodied.Config:
@@ -80,9 +96,9 @@ def recipe(wanted: argparse.Namespace, **mode: Any) -> Embodied.Config:
         "loop": {"steps": wanted.steps, "prompts_per_step": wanted.episodes, **mode.get("loop", {})},
         "eval": {"num_prompts": 0},
         "cluster": mode.get("cluster", {"devices": 1}),
-        "placement": mode.get("placement", {}),
+        "placement": mode.get("placement", {"env": f"0:0-{wanted.env_workers - 1}"}),
     }
-    return Embodied.Config(**tables)
+    return (Swapped if mode.get("swapped") else Embodied.Config)(**tables)
 
 
 def figures_of(config: Embodied.Config) -> list[dict[str, float]]:
@@ -100,19 +116,34 @@ def figures_of(config: Embodied.Config) -> list[dict[str, float]]:
     return found[1:]
 
 
-def steps_per_s(simulators: Scenes | SimulatorProcess, size: int, num_chunks: int) -> float:
+def steps_per_s(simulators: Scenes | SimulatorProcess, size: int, seconds: float) -> float:
     """Of simulators that stand still, reset when their episode is over."""
     still = np.zeros((CHUNK, 3), np.float32)
     begins = {slot: Begin(InitialState("arm", "red", slot)) for slot in range(size)}
     simulators.reset(begins)
     began_s, num_steps = time.perf_counter(), 0
-    for _ in range(num_chunks):
+    while time.perf_counter() < began_s + seconds:
         played = simulators.play(dict.fromkeys(range(size), still))
         num_steps += sum(int(each.executed_J.sum()) for each in played.values())
         over = {slot: begins[slot] for slot, each in played.items() if each.is_over}
         if over:
             simulators.reset(over)
     return num_steps / (time.perf_counter() - began_s)
+
+
+def one_core(config: PartConfig, size: int, orders: Connection) -> None:
+    """A process: simulators of its own, and the same number in two stages behind processes of theirs."""
+    bare = open_scenes(config, size)
+    stages = [SimulatorProcess(config, size // 2, timeout_s=300.0) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        while seconds := orders.recv():
+            if seconds > 0:
+                rates = [steps_per_s(bare, size, seconds)]
+            else:
+                rates = list(threads.map(lambda stage: steps_per_s(stage, size // 2, -seconds), stages))
+            orders.send(sum(rates))
+    for stage in stages:
+        stage.close()
 
 
 def mean(rows: list[dict[str, float]], name: str) -> float:
@@ -122,24 +153,42 @@ def mean(rows: list[dict[str, float]], name: str) -> float:
 def simulators(wanted: argparse.Namespace) -> None:
     kind = SIMULATORS.load(wanted.simulator)
     config = kind.Config(type=wanted.simulator, image_size=wanted.image_size)
-    sizes = [wanted.envs * factor for factor in (1, 4, 16)] if uses_device(config) else [wanted.envs]
-    for size in sizes:
-        began_s = time.perf_counter()
-        scenes = open_scenes(config, size)
-        steps_per_s(scenes, size, 1)
-        opened_s = time.perf_counter() - began_s
-        bare = steps_per_s(scenes, size, wanted.chunks)
-        scenes.close()
-        tell("simulators", wanted, scenes=size, steps_per_s=bare, opened_s=opened_s)
-    process, scenes = SimulatorProcess(config, size, timeout_s=300.0), open_scenes(config, size)
-    both = (process, scenes)
-    for one in both:
-        steps_per_s(one, size, 1)
-    rounds = [[steps_per_s(one, size, wanted.chunks) for one in both] for _ in range(ROUNDS)]
-    shares = sorted(behind / bare for behind, bare in rounds)
-    for one in both:
-        one.close()
-    tell("simulators", wanted, scenes=size, share=shares[ROUNDS // 2], low=shares[0], high=shares[-1])
+    if uses_device(config):
+        for size in [wanted.envs * factor for factor in (1, 4, 16)]:
+            began_s = time.perf_counter()
+            scenes = open_scenes(config, size)
+            steps_per_s(scenes, size, 0.1)
+            opened_s = time.perf_counter() - began_s
+            rate = steps_per_s(scenes, size, wanted.seconds)
+            scenes.close()
+            tell("simulators", wanted, scenes=size, steps_per_s=rate, opened_s=opened_s)
+        return
+    spawn, num_cores = get_context("spawn"), len(os.sched_getaffinity(0))
+    ends = [spawn.Pipe() for _ in range(num_cores)]
+    cores = [spawn.Process(target=one_core, args=(config, wanted.envs, theirs)) for _, theirs in ends]
+    for core in cores:
+        core.start()
+
+    def rate_of(order: float) -> float:
+        for orders, _ in ends:
+            orders.send(order)
+        return float(sum(orders.recv() for orders, _ in ends))
+
+    turns = (wanted.seconds, -wanted.seconds)  # below 0: behind processes
+    rates = np.array([[rate_of(turn) for turn in turns] for _ in range(1 + ROUNDS)][1:])
+    for (orders, _), core in zip(ends, cores, strict=True):
+        orders.send(0.0)
+        core.join()
+    shares = np.sort(rates[:, 1] / rates[:, 0])
+    bare, behind = np.median(rates, axis=0)
+    told = {
+        "bare": bare,
+        "behind": behind,
+        "share": shares[ROUNDS // 2],
+        "low": shares[0],
+        "high": shares[-1],
+    }
+    tell("simulators", wanted, cores=num_cores, **{name: float(value) for name, value in told.items()})
 
 
 def stages(wanted: argparse.Namespace) -> None:
@@ -177,9 +226,10 @@ def main() -> None:
         ("rows", 32),
         ("image-size", 0),
         ("field-steps", 0),
-        ("chunks", 50),
+        ("env-workers", 1),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of every round of simulators")
     parser.add_argument("--simulator", default="arm", choices=("arm", "arm_mjx"))
     parser.add_argument("--modes", default="shared,resident,hybrid,ahead")
     parser.add_argument("--only", default="simulators,stages,modes")
