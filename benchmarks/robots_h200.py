@@ -1,7 +1,8 @@
 """The cycle of simulators, policy and trainer: stages, placements, and simulators against the bare ones, in one run.
 
     python benchmarks/robots_h200.py [--simulator arm_mjx --envs 1024 --episodes 2048 --rows 512] [--small]
-                                     [--only simulators,stages,modes] [--modes shared,hybrid] [--width 1024 --depth 8]
+                                     [--only simulators,stages,modes,plan] [--modes shared,hybrid]
+                                     [--width 1024 --depth 8]
                                      [--field-steps 10]   a flow policy, as π0: so many evaluations for a decision, and
                                                           one in training; unset: a transformer of action tokens
                                      [--env-workers 8]    --envs are of each; simulators on CPUs need several
@@ -17,6 +18,8 @@
                  after the other (one stage), both in memory, the trainer by turns with them; resident: the same, but
                  all stay in memory; hybrid: all stay, one half of the scenes is simulated while the policy decides for
                  the other; ahead: hybrid, one version ahead of training. Split needs two devices: --modes split
+    plan         what `--plan auto` chooses for the same work, from what it measures: who is where, who stays in memory
+                 (hybrid above), and the predicted step
 
 A policy decides for --rows scenes at a time, whatever the number that ask: half of --envs, so that a stage fills them.
 Prints JSON lines. Uses the first GPU where there is one. Needs idle cores; the packages are torch, transformers,
@@ -42,6 +45,11 @@ from rill.config import PartConfig
 from rill.envs.robots.bank import Begin, Scenes, open_scenes, uses_device
 from rill.envs.robots.base import SIMULATORS
 from rill.envs.robots.process import SimulatorProcess
+from rill.planning.pilot import Pilot
+from rill.planning.plan import choose
+from rill.planning.price import price
+from rill.planning.profiler import measure
+from rill.planning.recipe import devices_of, problem_of
 from rill.telemetry.run import Run
 from rill.types import InitialState
 from rill.workflows.embodied import Embodied
@@ -207,6 +215,23 @@ def modes(wanted: argparse.Namespace) -> None:
         tell("modes", wanted, mode=name, ratio=told["actions_per_s"] / first, **told)
 
 
+def plan(wanted: argparse.Namespace) -> None:
+    config = recipe(wanted)
+    devices = devices_of(config)
+
+    def start(short: Any, run: Run, pilot: Pilot) -> None:
+        Embodied(short, run, ()).run(pilot=pilot)
+
+    began_s = time.perf_counter()
+    profile = measure(config, {}, devices, start=start, tries_one=True)
+    seconds = time.perf_counter() - began_s
+    problem = problem_of(config, {}, profile, devices)
+    made, found = choose(problem, tried=profile.tried)
+    held = {name: round(placed.memory, 3) for name, placed in made.workers.items()}
+    tell("plan", wanted, structure=made.structure, predicted_s=price(problem, found.tree).step_s,
+         tried_s=made.step_s, memory=held, measuring_s=seconds)  # fmt: skip
+
+
 def tell(claim: str, wanted: argparse.Namespace, **told: Any) -> None:
     run = {"simulator": wanted.simulator, "envs": wanted.envs, "width": wanted.width, "depth": wanted.depth}
     rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in told.items()}
@@ -237,7 +262,7 @@ def main() -> None:
     wanted = parser.parse_args()
     if wanted.small:
         vars(wanted).update(SMALL)
-    for claim in (simulators, stages, modes):
+    for claim in (simulators, stages, modes, plan):
         if claim.__name__ in wanted.only.split(","):
             claim(wanted)
 

@@ -38,7 +38,7 @@ from rill.planning.search import Found, Mode
 from rill.telemetry.run import Run
 
 if TYPE_CHECKING:
-    from rill.workflows.rl_config import RLConfig
+    from rill.workflows.config import OnlineConfig
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -166,7 +166,7 @@ def of_recipe(
     is_quiet: bool = False,
 ) -> Question:
     """Of a recipe: with the given profile, else that of its run, else what is stored or measured now."""
-    config = rl_config(values)
+    config = online_config(values)
     asked = devices_on_paper(num_devices) if num_devices is not None else None
     devices = asked if asked is not None and used is not None else devices_of(config)
     notes: list[str] = []
@@ -184,14 +184,14 @@ def of_recipe(
     problem = problem_of(
         config, values.provenance if run is None else {}, used, devices if asked is None else asked
     )
-    if config.sft.steps and run is None:
+    if getattr(config, config.warm_up_table).steps and run is None:
         notes.append("answers were measured before the supervised steps, and may be shorter after them")
     return Question(problem=problem, profile=used, notes=notes)
 
 
 def choose(plan: str, values: RecipeValues, *, root: Path) -> Chosen:
     """Write a plan into a recipe's values: of a file, or the best of a mode; why is said."""
-    config = rl_config(values)
+    config = online_config(values)
     if plan in tuple(Mode):
         question = of_recipe(values, root=root)
         made, found = question.answer(Mode(plan))
@@ -225,18 +225,18 @@ class Chosen:
         leave_in(folder, self.plan, problem=problem, found=self.found, profile=profile)
 
 
-def _start(config: RLConfig, run: Run, pilot: Pilot) -> None:
+def _start(config: OnlineConfig, run: Run, pilot: Pilot) -> None:
     from rill.workflows import WORKFLOWS
 
     WORKFLOWS.load(config.workflow)(config, run, ()).run(pilot=pilot)
 
 
-def rl_config(values: RecipeValues) -> RLConfig:
+def online_config(values: RecipeValues) -> OnlineConfig:
     from rill.cli.config import resolved_recipe
-    from rill.workflows.rl_config import RLConfig
+    from rill.workflows.config import OnlineConfig
 
     config = resolved_recipe(values)
-    if not isinstance(config, RLConfig):
+    if not isinstance(config, OnlineConfig):
         raise UserError(
             f"workflow {values.values['workflow']!r} has one group of workers: there is nothing to plan"
         )

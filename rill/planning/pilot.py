@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rill.runtime.hub.history import CallRecord
@@ -31,7 +31,14 @@ class Steering(Protocol):
 
     def resize(self, num_prompts: int) -> None: ...
 
-    def switch(self, placement: Mapping[str, str], flow: Any, *, keeps_state: bool = True) -> float: ...
+    def switch(
+        self,
+        placement: Mapping[str, str],
+        flow: Any,
+        staying: Sequence[str] | bool,
+        *,
+        keeps_state: bool = True,
+    ) -> float: ...
 
 
 class Pilot(Protocol):

@@ -164,7 +164,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             f"{arrow}:{chunk}" for arrow, chunk in sorted(self.edges.items()) if chunk < self.batch
         )
         ahead = f"; lag {self.lag}" if self.lag else ""
-        return f"{self.batch}: {seats}" + (f"; {cut}" if cut else "") + ahead
+        staying = f"; {'+'.join(self.staying)} stay" if self.staying else ""
+        return f"{self.batch}: {seats}" + (f"; {cut}" if cut else "") + ahead + staying
+
+    @property
+    def staying(self) -> tuple[str, ...]:
+        """Those that share devices and are in memory there together; the most of them, where there are several such."""
+        return tuple(sorted(_staying(_Structure(self.structure, self, {}).tree(self.batch))))
 
     def tree(self, graph: Graph) -> Tree:
         """What `price` and the simulator take; times are not filled in."""
@@ -314,6 +320,12 @@ def _placed(
                 basis=basis.get(seat.worker, ""),
             )
     return placed
+
+
+def _staying(tree: Tree) -> list[str]:
+    if tree.op is Op.TOGETHER and Op.TURNS not in tree.ops():
+        return [seat.worker for stage in tree.stages() for seat in stage.seats]
+    return max((_staying(half) for half in tree.halves), key=len, default=[])
 
 
 def _swapping(tree: Tree) -> set[str]:

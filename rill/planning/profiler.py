@@ -142,7 +142,8 @@ def measure(
         finally:
             trace.shutdown()
         profile = rows.profile or profile_of(run, config, devices)
-    count = {devices[0].kind: DeviceKind(count=len(devices))}
+    kind = devices[0].kind
+    count = {kind: msgspec.structs.replace(profile.devices.get(kind, DeviceKind()), count=len(devices))}
     identity = identity_of(
         config, len(devices), f"{len(trials)} steps on {rows.fewest} to {len(devices)} devices"
     )
@@ -165,7 +166,11 @@ def try_ahead(
     for plan in finalists(problem_of(config, provenance, profile, devices)):
         lag = config.loop.max_lag
         steps = _Steps(FIRST_STEPS + lag)
-        also = {"loop": {"max_lag": lag}, "flow": {"edges": edges_of(plan)}}
+        also = {
+            "loop": {"max_lag": lag},
+            "flow": {"edges": edges_of(plan)},
+            "cluster": {"colocate": plan.staying},
+        }
         short = _short(config, placement_of(plan), steps.num_first + TRIED_STEPS + 1, **also)
         with tempfile.TemporaryDirectory(prefix="rill-profile-") as scratch:
             run = Run.create("profile", root=scratch, config_toml=dump_config(short))
@@ -287,19 +292,27 @@ class _Rows:
             return
         steering.resize(trial.num_prompts)
         if last is not None and (trial.num_devices, trial.chunk) != (last.num_devices, last.chunk):
-            self._switch(steering, self.placement(trial.num_devices), {"granularity": trial.chunk})
+            staying = self.config.cluster.colocate
+            self._switch(steering, self.placement(trial.num_devices), {"granularity": trial.chunk}, staying)
 
     def _next(self, steering: Steering) -> None:
         if not self._plans:
             raise _Enough
         self._steps = _Steps()
         steering.resize(self.config.loop.prompts_per_step)
-        self._switch(steering, placement_of(self._plans[0]), {"edges": edges_of(self._plans[0])})
+        plan = self._plans[0]
+        self._switch(steering, placement_of(plan), {"edges": edges_of(plan)}, plan.staying)
 
-    def _switch(self, steering: Steering, placement: dict[str, str], cut: dict[str, Any]) -> None:
+    def _switch(
+        self,
+        steering: Steering,
+        placement: dict[str, str],
+        cut: dict[str, Any],
+        staying: Sequence[str] | bool,
+    ) -> None:
         flow = self.config.flow.model_copy(update={"granularity": 0, "edges": {}, **cut})
         try:
-            seconds = steering.switch(placement, flow, keeps_state=False)
+            seconds = steering.switch(placement, flow, staying, keeps_state=False)
         except RunError as error:
             log.warning("nothing is measured on %s: %s", placement, str(error)[:200])
             raise _Enough from error
@@ -321,16 +334,14 @@ class _Rows:
 def _short(config: Recipe, placement: Mapping[str, str], num_steps: int, **also: dict[str, Any]) -> Recipe:
     """The recipe for a few steps: synchronous, without what comes before, beside and after them; `also`: changes of
     these changes, by table."""
-    filters = config.algorithm.filters.model_copy(
-        update={"drop_equal_rewards": False, "min_mean_reward": None, "max_mean_reward": None}
-    )
     changes: dict[str, Any] = {
         "loop": {"steps": num_steps, "max_lag": 0, "overprovision": 0.0, "checkpoint_every": 0},
         "eval": {"every": 0, "num_prompts": 0, "sets": ()},
-        "sft": {"steps": 0},
+        config.warm_up_table: {"steps": 0},
         "flow": {"granularity": 0, "edges": {}},
         "placement": dict(placement),
-        "algorithm": {"filters": filters},
+        "cluster": {},
+        "algorithm": config.keeping_all,
     }
     tables = {
         name: getattr(config, name).model_copy(update=change | also.get(name, {}))

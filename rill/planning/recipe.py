@@ -1,7 +1,7 @@
 """A recipe and its plan: what the search may decide for a recipe, and what a plan writes into it.
 
-A plan is carried out by recipe values alone, `placement.*` and `flow.edges` (and `cluster.colocate`, where everybody
-stays in memory), so the run's own config.toml says what it did and a resumed run needs no plan. What the recipe, or the
+A plan is carried out by recipe values alone, `placement.*`, `flow.edges` and `cluster.colocate` (who stays in memory
+beside whom), so the run's own config.toml says what it did and a resumed run needs no plan. What the recipe, or the
 command line, sets itself is pinned: the search works around it.
 """
 
@@ -30,10 +30,10 @@ from rill.planning.cost import Problem, WorkerCost
 from rill.planning.fit import constant
 from rill.planning.graph import ARROW
 from rill.planning.plan import Plan, parse_ids
-from rill.planning.profile import Identity, Profile
+from rill.planning.profile import DeviceKind, Identity, Profile
 from rill.planning.search import Found
 from rill.planning.simulator import simulate
-from rill.planning.traced import STREAMS, graph_of, profiled_workers, read_history
+from rill.planning.traced import STREAMS, graph_of, profiled_workers, read_history, room_of
 from rill.runtime.device.device import Device, local_devices, number
 from rill.runtime.device.placement import resolve
 from rill.telemetry.run import Run, write_atomically
@@ -52,8 +52,11 @@ FULL_BYTES = 1.0
 """Of a device whose memory was not measured: one worker fills it, so that those who share it take turns."""
 
 
+STAYS_BYTES = 0.001
+"""Of one that the recipe keeps in memory beside others: any number of those, and nobody else."""
+
 Recipe = Any
-"""rill.workflows.rl_config.RLConfig, which is above this room."""
+"""rill.workflows.config.OnlineConfig, which is above this room."""
 
 
 # --- what a profile belongs to ----------------------------------------------------------------------------
@@ -61,21 +64,31 @@ Recipe = Any
 
 def identity_of(config: Recipe, num_devices: int, source: str) -> Identity:
     """Of the recipe on this machine."""
-    model = config.model
-    name = model.path or "-".join(
-        str(model.shape.get(key)) for key in ("model_type", "num_hidden_layers", "hidden_size")
-    )
     threads = config.cluster.threads_on(num_devices)
     machine = f"{platform.machine()}, {os.cpu_count()} cpus, {threads} threads a worker"
     return Identity(
-        model=name, machine=machine, version=__version__, source=source, workload=workload_of(config)
+        model=config.model_name,
+        machine=machine,
+        version=__version__,
+        source=source,
+        workload=workload_of(config),
     )
 
 
 def workload_of(config: Recipe) -> str:
     """A digest of what times depend on: all of the recipe but where, how long and under what seed it runs."""
     values = config.model_dump(mode="json")
-    for key in ("placement", "flow", "seed", "sinks", "eval", "sft", "workflow", "loader", "sync"):
+    for key in (
+        "placement",
+        "flow",
+        "seed",
+        "sinks",
+        "eval",
+        "workflow",
+        "loader",
+        "sync",
+        config.warm_up_table,
+    ):
         values.pop(key, None)
     loop, cluster = values.pop("loop"), values.pop("cluster")
     values["prompts"], values["cluster"] = loop["prompts_per_step"], [cluster["type"], cluster["colocate"]]
@@ -132,6 +145,7 @@ def profile_of(run: Run, config: Recipe, devices: Sequence[Device]) -> Profile:
     return Profile(
         identity=identity_of(config, len(devices), str(run.path)),
         workers={node.name: workers[node.name] for node in graph.nodes if node.name in workers},
+        devices={kind: DeviceKind(memory_bytes=room)} if (room := room_of(records)) else {},
         graph=graph.values(),
     )
 
@@ -152,12 +166,13 @@ def problem_of(
         _as_the_recipe_cuts(profile.costs(), devices_each(config)),
         profile.pools(Counter(device.kind for device in devices)),
     )
+    staying = config.together if config.cluster.colocate else ()
     has_memory = any(p.memory_bytes for w in profile.workers.values() for p in w.options.values())
-    if config.cluster.colocate or not has_memory:
-        used = constant(0.0 if config.cluster.colocate else FULL_BYTES)
+    if staying or not has_memory:
         pools = tuple(replace(pool, memory_bytes=FULL_BYTES) for pool in pools)
+        used = {name: constant(STAYS_BYTES if name in staying else FULL_BYTES) for name in costs}
         costs = {
-            name: replace(cost, options=tuple(replace(o, memory_bytes=used) for o in cost.options))
+            name: replace(cost, options=tuple(replace(o, memory_bytes=used[name]) for o in cost.options))
             for name, cost in costs.items()
         }
     return Problem(
@@ -220,7 +235,7 @@ def chunks_of(config: Recipe) -> tuple[int, ...]:
 def values_of(plan: Plan) -> dict[str, Any]:
     """The recipe values that carry a plan out, by dotted key."""
     placement = {f"placement.{name}": devices for name, devices in placement_of(plan).items()}
-    return {**placement, "flow.edges": edges_of(plan)}
+    return {**placement, "flow.edges": edges_of(plan), "cluster.colocate": list(plan.staying)}
 
 
 def placement_of(plan: Plan) -> dict[str, str]:

@@ -237,7 +237,7 @@ class Replanner:
         self._before_s = statistics.median(self._steps_s[-self.policy.window :])
         try:
             flow = self.config.flow.model_copy(update={"edges": edges_of(plan)})
-            took_s = steering.switch(placement_of(plan), flow)
+            took_s = steering.switch(placement_of(plan), flow, plan.staying)
         except (RunError, PlanError) as error:
             log.warning("replanning: the switch failed, the run goes on as before: %s", error)
             self._since_switch = 0

@@ -248,6 +248,8 @@ class Worked:
     items: int
     """Of the whole step, over all groups."""
     onload_s: float
+    held_bytes: int
+    """Of a device's memory, at most. 0: not known."""
 
 
 def work_of_step(
@@ -271,6 +273,7 @@ def work_of_step(
             busy_s=max(ranks.values()),
             items=items,
             onload_s=max((c.onload_s for c in inside if c.group == group), default=0.0),
+            held_bytes=max((t.held_bytes for c in inside if c.group == group for t in c.turns), default=0),
         )
         for group, ranks in by_rank.items()
     }
@@ -312,13 +315,14 @@ def profiled_workers(
         if not rows:
             continue
         onloads = [worked[group].onload_s for _, worked in measured if group in worked]
-        items, replicas, seconds = zip(*rows)
+        items, replicas, seconds, held = zip(*rows)
         points = Points(
             kind=kind,
             parallel=each,
             items=items,
             replicas=replicas,
             seconds=seconds,
+            memory_bytes=held if all(held) else (),
             onload_s=statistics.median(onloads),
             offload_s=statistics.median(offload[group]) if offload[group] else 0.0,
             step_s=once,
@@ -333,13 +337,19 @@ def profiled_workers(
     return workers
 
 
+def room_of(records: Sequence[CallRecord]) -> float:
+    """Bytes of a device that the groups have among themselves: without contexts of processes, and simulators. 0: not
+    known. Whoever had most was alone with what never leaves."""
+    return float(max((turn.room_bytes for record in records for turn in record.turns), default=0))
+
+
 def _rows(
     group: str,
     measured: Sequence[tuple[StepTimes, Mapping[str, Worked]]],
     events: Sequence[Event],
     ranks_each: int,
-) -> tuple[list[tuple[float, int, float]], float]:
-    """Points of a group (items of a replica, replicas, seconds), and the seconds that come once a step."""
+) -> tuple[list[tuple[float, int, float, float]], float]:
+    """Points of a group (items of a replica, replicas, seconds, bytes), and the seconds that come once a step."""
     rows, once = [], []
     seen: set[int] = set()
     for step, worked in measured:
@@ -351,10 +361,11 @@ def _rows(
             seen.add(replicas)
             continue
         if group in STREAMS:
-            rows.append((mine.items / replicas, replicas, mine.busy_s))
+            rows.append((mine.items / replicas, replicas, mine.busy_s, float(mine.held_bytes)))
             continue
         chunks = _chunks(step, events)
-        rows += [(items / replicas, replicas, seconds) for items, seconds in chunks]
+        held = float(mine.held_bytes)
+        rows += [(items / replicas, replicas, seconds, held) for items, seconds in chunks]
         once.append(mine.busy_s - sum(seconds for _, seconds in chunks))
     return rows, max(0.0, statistics.median(once)) if once else 0.0
 

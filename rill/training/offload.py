@@ -1,8 +1,8 @@
 """Giving device memory back without losing a tensor's identity.
 
 A tensor's storage is emptied in place and filled again later, so that every view, optimizer state and module
-parameter that shares it stays valid. Callers: TrainEngine.offload/onload and ScoreModel, in turns on a shared device;
-Optimizer for the pinned memory its offloaded state rests in.
+parameter that shares it stays valid. Callers: whoever takes turns on a shared device (TrainEngine, ScoreModel, robots'
+trainer and policy); Optimizer for the pinned memory its offloaded state rests in.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from rill.models.robots.inputs import Inputs
 from rill.registry import Registry
 from rill.telemetry.run import write_atomically
 from rill.training.balance import CostModel
+from rill.training.offload import Shelf
 from rill.training.parallel import Rendezvous, World, copy_weights
 from rill.types import EmbodiedTrajectory, Floats, Observation
 
@@ -110,6 +111,7 @@ class RobotTrainer:
             weight_decay=config.weight_decay,
         )
         self.cost_model = CostModel()
+        self._shelf = Shelf()
         self._seed = seed
         self._num_steps = 0
 
@@ -196,10 +198,14 @@ class RobotTrainer:
             raise CheckpointError(f"{place} cannot be read: {error}") from error
 
     def onload(self) -> None:
-        self._move(self.device)
+        self._shelf.take_all()
 
     def offload(self) -> None:
-        self._move(torch.device("cpu"))
+        if self.device.type != "cpu":
+            states = (value for state in self.optimizer.state.values() for value in state.values())
+            held = [value for value in states if isinstance(value, Tensor)]
+            self._shelf.put([*self.policy.parameters(), *self.policy.buffers(), *held])
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         self.world.close()
@@ -343,10 +349,3 @@ class RobotTrainer:
     def _set_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-
-    def _move(self, device: torch.device) -> None:
-        self.policy.to(device)
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and name != "step":
-                    state[name] = value.to(device)

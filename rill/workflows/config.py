@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -139,9 +139,9 @@ class ClusterConfig(Config):
     """Ray only: "local" starts one, "auto" finds one, otherwise its address."""
     devices: Annotated[int, Field(ge=0)] | str = 0
     """Device slots to use, on each node: a number, or so many of each kind ("cuda:2,arm:1"). 0: all that are found."""
-    colocate: bool = False
+    colocate: bool | tuple[str, ...] = False
     """Groups that share devices fit on them together and keep their memory there: nothing is moved out and in
-    between turns. Leave room for the others in rollout.engine.kv_memory_fraction."""
+    between turns. Leave room for the others in rollout.engine.kv_memory_fraction. true: all; or these, by name."""
     threads: int = Field(0, ge=0)
     """Threads of each worker process. 0: cores divided by the device slots. Sums in other numbers of threads round
     differently: runs on other placements give the same bits only where this is set to the same number."""
@@ -200,10 +200,33 @@ class OnlineConfig(RecipeConfig):
         """The placements of the groups that take the trainer's weights."""
         return (self.placement.rollout,)
 
+    warm_up_table: ClassVar[str]
+    """Of the supervised steps before the first: their number is its `steps`."""
+
+    @property
+    def model_name(self) -> str:
+        """What a profile says that it was measured with."""
+        raise NotImplementedError
+
+    @property
+    def keeping_all(self) -> dict[str, Any]:
+        """Changes of [algorithm] with which no group is dropped for what it was rewarded."""
+        raise NotImplementedError
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Training begins when all of a batch is there: smaller chunks gain nothing."""
+        return True
+
     @property
     def together(self) -> tuple[str, ...]:
         """Groups that stay in memory beside each other on devices that they share."""
-        return tuple(type(self.placement).model_fields) if self.cluster.colocate else ()
+        stay = self.cluster.colocate
+        return tuple(type(self.placement).model_fields) if stay is True else stay or ()
+
+    def stay(self, *groups: str) -> bool:
+        """Whether these need no turns among themselves."""
+        return set(groups) <= set(self.together)
 
     @property
     def reads_gpu(self) -> bool:

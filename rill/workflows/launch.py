@@ -72,7 +72,7 @@ class Launcher:
         self.config = config.model_copy(update={"sync": self.sync})
         self.session = Session(self.config, run, cluster, f"~{number}" if number else "")
         both = self.session.ids_of(config.placement.rollout) & self.session.ids_of(config.placement.actor)
-        if config.loop.max_lag > 0 and both and not config.cluster.colocate:
+        if config.loop.max_lag > 0 and both and not config.stay("rollout", "actor"):
             # Engines that run ahead hold their devices for the whole run: a trainer there never gets a turn.
             raise PlanError(
                 f"loop.max_lag = {config.loop.max_lag} lets engines go on while the trainer trains, but both are "
@@ -96,7 +96,7 @@ class Launcher:
         self, worker: type[W], name: str, *, is_trained: bool = False, **init_kwargs: Any
     ) -> WorkerGroup[W]:
         """Start a group where [placement] puts it. `is_trained`: a checkpoint holds it."""
-        placement = getattr(self.config.placement, name)
+        placement = getattr(self.config.placement, name) or self.config.placement.rollout
         group = self._launch(worker, name, placement, self._threads, init_kwargs)
         self.session.reseat(name)
         if is_trained:
@@ -159,6 +159,8 @@ class Launcher:
         """Put groups on other devices, between two steps; the names of those that were started again, and why they are
         all where they were if one did not come up. They begin as at launch: what was trained has to be loaded."""
         session = self.session
+        if getattr(self.config.placement, "env", "") is None:  # simulators go where the policy is
+            placement = {"env": placement["rollout"], **placement}
         here = [name for name in session.groups if name in placement]
         moved = [name for name in here if session.devices[name] != session.ids_of(placement[name])]
         # Engines hold the version that a new trainer publishes first: they begin anew, too.
@@ -288,7 +290,7 @@ def routed(config: OnlineConfig, devices: Sequence[Device]) -> SyncConfig:
     publisher = resolve(config.placement.actor, devices)[0]
     ends = [publisher, *(seat for place in config.pulling for seat in resolve(place, devices))]
     first = {seat.devices[0].id: seat.devices[0].kind for seat in ends}
-    stay_on_gpu = config.cluster.colocate and config.reads_gpu
+    stay_on_gpu = config.stay("rollout", "actor") and config.reads_gpu
     transport = chosen_transport(
         config.sync.transport,
         is_one_machine=len({seat.node_id for seat in ends}) == 1,

@@ -71,6 +71,7 @@ class RLConfig(OnlineConfig):
         "trainer.model": "model",
         "trainer.temperature": "rollout.sampling.temperature",
     }
+    warm_up_table = "sft"
     provides: ClassVar[frozenset[Need]] = frozenset(
         {
             Need.REF_LOGPROBS,
@@ -107,6 +108,17 @@ class RLConfig(OnlineConfig):
         return self.rollout.engine.type == "native"
 
     @property
+    def model_name(self) -> str:
+        shape = self.model.shape
+        keys = ("model_type", "num_hidden_layers", "hidden_size")
+        return self.model.path or "-".join(str(shape.get(key)) for key in keys)
+
+    @property
+    def keeping_all(self) -> dict[str, Any]:
+        off = {"drop_equal_rewards": False, "min_mean_reward": None, "max_mean_reward": None}
+        return {"filters": self.algorithm.filters.model_copy(update=off)}
+
+    @property
     def needs(self) -> frozenset[Need]:
         return Algorithm(self.algorithm).needs
 
@@ -117,7 +129,6 @@ class RLConfig(OnlineConfig):
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Training begins when all of a batch is there: smaller chunks gain nothing."""
         return self.num_updates > 1 or Algorithm(self.algorithm).scope is Scope.BATCH
 
     @model_validator(mode="before")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -21,7 +21,8 @@ from rill.workflows.config import MISMATCH_LIMITS, ClusterConfig, OnlineConfig, 
 class RobotPlacementConfig(PlacementConfig):
     """Simulators take turns with the trainer alone, and only where they run on the device."""
 
-    env: Seats = "0"
+    env: Seats | None = None
+    """Unset: where the policy is, a worker beside each."""
     rollout: Seats = "0"
     actor: Seats = "0"
 
@@ -49,11 +50,22 @@ class RobotConfig(OnlineConfig):
 
     handed_down = {**OnlineConfig.handed_down, "data.suite": "simulator.type"}
 
+    warm_up_table = "imitation"
+
+    @property
+    def model_name(self) -> str:
+        policy = self.policy.model_dump()
+        return self.policy_path or "-".join(str(policy.get(key)) for key in ("type", "depth", "width"))
+
+    @property
+    def keeping_all(self) -> dict[str, Any]:
+        return {"min_success": 0.0, "max_success": 1.0}
+
     @property
     def together(self) -> tuple[str, ...]:
         """Simulators give back no memory, and a policy that decides on every chunk of theirs stays beside them: it has
         room where the trainer has it later."""
-        return super().together or ("env", "rollout")
+        return tuple(dict.fromkeys(("env", "rollout", *super().together)))
 
     def guards(self) -> list[Guard]:
         limit = MISMATCH_LIMITS["float32"]

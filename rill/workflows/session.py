@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rill.errors import PlanError, RillError, WorkerError
@@ -80,9 +81,20 @@ class Session:
         """After ranks came or went."""
         self.devices[name] = frozenset[int]().union(*self.groups[name].devices.values())
 
+    def let_stay(self, groups: bool | Sequence[str]) -> None:
+        """From now on these keep their memory beside each other (cluster.colocate), and those before do not."""
+        before, cluster = self.config.together, self.config.cluster
+        cluster = cluster.model_copy(
+            update={"colocate": groups if isinstance(groups, bool) else tuple(groups)}
+        )
+        self.config = self.config.model_copy(update={"cluster": cluster})
+        if self.config.together != before:
+            self.cluster.take_turns(*before)
+            self.cluster.coreside(*self.config.together)
+
     def take_turns(self, one: str, other: str) -> bool:
         """Whether two groups share devices and cannot be in memory together."""
-        if {one, other} <= set(self.config.together):
+        if self.config.stay(one, other):
             return False
         return bool(self.devices.get(one, frozenset()) & self.devices.get(other, frozenset()))
 
@@ -100,7 +112,7 @@ class Session:
             return ",".join(str(device.id) for device in seat.devices) + ":0"
         wanted = self.ids_of(devices) - self.devices["rollout"]
         for name, held in self.devices.items():
-            if name != "rollout" and wanted & held and not self.config.cluster.colocate:
+            if name != "rollout" and wanted & held and not self.config.stay("rollout", name):
                 raise PlanError(
                     f"device {min(wanted & held)} is {name}'s, and engines did not share it at launch: name devices "
                     "that engines have or nobody has"

@@ -11,7 +11,7 @@ disk, which the planner and the dashboard read.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rill.planning.pilot import Pilot
@@ -56,9 +56,17 @@ class Steering(NamedTuple):
         session = self.launch.session
         session.ask(session.groups["controller"].resize(num_prompts))
 
-    def switch(self, placement: Mapping[str, str], flow: FlowConfig, *, keeps_state: bool = True) -> float:
-        """Go on with groups on these devices and these chunks; the seconds that it took. `keeps_state`: off where what
-        was learnt so far is of no interest. Raises what kept a group from its new devices, once all are back."""
+    def switch(
+        self,
+        placement: Mapping[str, str],
+        flow: FlowConfig,
+        staying: Sequence[str] | bool,
+        *,
+        keeps_state: bool = True,
+    ) -> float:
+        """Go on with groups on these devices and these chunks, `staying` in memory beside each other there; the seconds
+        that it took. `keeps_state`: off where what was learnt so far is of no interest. Raises what kept a group from
+        its new devices, once all are back."""
         began_s = time.monotonic()
         with trace.span("switch", lane="loop", step=self.loop.step):
             self._rest()
@@ -66,6 +74,8 @@ class Steering(NamedTuple):
                 self.loop.save()
                 self.loop.checkpoints.settle()
             moved, error = self.launch.move(placement)
+            if error is None:
+                self.launch.session.let_stay(staying)
             if keeps_state:
                 self._load(moved)
             if moved:

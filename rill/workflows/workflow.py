@@ -23,7 +23,6 @@ from rill.workflows.fleet import DEATH_S
 from rill.workflows.flow import Flow
 from rill.workflows.launch import Launcher, open_cluster
 from rill.workflows.loop import Loop, Observer, StepReport
-from rill.workflows.rl_config import RLConfig
 from rill.workflows.steering import Steering
 
 log = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ class Workflow(ABC):
             timeout_s,
             compacts=not config.journal.keep,
         )
-        if pilot is None and isinstance(config, RLConfig):
+        if pilot is None:
             pilot = Replanner.of(config, self.folder, launch.session.cluster.devices)
         with checkpoints:
             loop = Loop(flow, self.step, checkpoints, self.observers)

@@ -30,7 +30,7 @@ class Mover(NamedTuple):
 
     def after_step(self, steering: Steering, report: StepReport) -> None:
         if report.step == 3:
-            steering.switch(self.placement, FlowConfig())
+            steering.switch(self.placement, FlowConfig(), ())
 
 
 @pytest.mark.slow

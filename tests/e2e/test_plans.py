@@ -231,7 +231,7 @@ class Moving:
         self.flow = flow
 
     def after_step(self, steering: Steering, report: Report) -> None:
-        steering.switch({"rollout": str(report.step % 2), "actor": "0"}, self.flow)
+        steering.switch({"rollout": str(report.step % 2), "actor": "0"}, self.flow, ())
 
 
 def test_groups_that_move_between_steps_take_the_same_steps(tmp_path: Path) -> None:

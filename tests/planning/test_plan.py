@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rill.errors import PlanError
-from rill.planning.plan import Plan, choose, ids_text, parse_ids
+from rill.planning.plan import Placed, Plan, choose, ids_text, parse_ids
 from rill.planning.price import price
+from rill.planning.recipe import values_of
 from rill.planning.search import Mode, best_of_modes, search
 from tests.planning.test_search import problems, three
 
@@ -45,6 +46,24 @@ def test_a_plan_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.toml") == plan
     assert "longer" in plan.rejected["split"]
     assert plan.workers["rollout"].basis == "two runs"
+
+
+@pytest.mark.parametrize(
+    ("structure", "staying"),
+    [
+        ("turns(rollout, together(reference, actor))", ("actor", "reference")),
+        ("together(rollout, together(reference, actor))", ("actor", "reference", "rollout")),
+        ("turns(rollout, turns(reference, actor))", ()),
+    ],
+)
+def test_those_that_are_in_memory_together_are_told_to_stay(structure: str, staying: tuple[str, ...]) -> None:
+    placed = Placed(devices="0", kind="gpu", chunk=8)
+    workers = dict.fromkeys(("rollout", "reference", "actor"), placed)
+    plan = Plan(structure=structure, mode="shared", batch=8, devices={"gpu": 1}, workers=workers)
+    plan.validate()
+    assert plan.staying == staying
+    assert values_of(plan)["cluster.colocate"] == list(staying)
+    assert ("stay" in plan.signature) == bool(staying)
 
 
 def test_pinned_ids_are_the_ids_of_the_plan() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rill.errors import PlanError
@@ -15,6 +16,7 @@ from rill.planning.traced import (
     graph_of,
     profiled_workers,
     read_history,
+    room_of,
     whole_calls,
     work_of_step,
     write_history,
@@ -117,6 +119,26 @@ def test_points_are_steps_of_engines_and_chunks_of_stages(tmp_path: Path) -> Non
     assert actor.seconds == pytest.approx((1.5, 1.5))
     assert actor.step_s == pytest.approx(1.0)  # 2.5 s of work less the chunk
     assert workers["rollout"].streams and not workers["actor"].streams
+
+
+def test_memory_is_what_a_group_held_at_the_end_of_its_turns_where_that_is_known(tmp_path: Path) -> None:
+    run = Run.create("small", root=tmp_path)
+    written(run, 3)
+    held = {"rollout": (60, 100), "actor": (30, 90)}  # bytes of its own, and with what was free
+    records = [
+        msgspec.structs.replace(
+            c, turns=[TurnRecord(t.devices, t.started_s, t.ended_s, *held.get(c.group, (0, 0))) for t in c.turns]
+        )
+        for n in range(3)
+        for c in grpo_step(10.0 * n)
+    ]  # fmt: skip
+    workers = profiled_workers(run, records, kind="gpu")
+    assert {name: set(w.options["gpu1"].memory_bytes) for name, w in workers.items()} == {
+        "rollout": {60.0},
+        "actor": {30.0},
+    }
+    assert room_of(records) == 100.0, "of the one that had most beside it"
+    assert room_of(grpo_step(0.0)) == 0.0
 
 
 def test_a_run_folder_keeps_the_history_and_what_the_dashboard_draws(tmp_path: Path) -> None:

@@ -10,17 +10,25 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from typer.testing import CliRunner
 
 from rill.algorithms.embodied import EmbodiedAlgorithmConfig
 from rill.cli.driver import carry_out
+from rill.cli.main import app
 from rill.config.files import load_recipe
+from rill.config.toml import dumps
 from rill.envs.robots.bank import Played
 from rill.envs.robots.recording import Recording
 from rill.errors import ConfigError, DataError, RunError
 from rill.models.robots.base import load_policy
+from rill.planning.pilot import Report, Steering
+from rill.planning.plan import Plan
+from rill.planning.profile import DeviceKind, Points, Profile, WorkerProfile
+from rill.planning.recipe import devices_on_paper, identity_of, problem_of, put_into
+from rill.planning.search import search
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.chrome import read_trace
 from rill.telemetry.metrics import read_metrics
@@ -29,6 +37,7 @@ from rill.types import InitialState, Prompt
 from rill.workers.records import Task
 from rill.workers.robots.config import ImitationConfig
 from rill.workers.robots.outcome import finished
+from rill.workflows.config import FlowConfig
 from rill.workflows.embodied import Embodied
 from rill.workflows.loop import StepReport
 from rill.workflows.robot_config import RobotClusterConfig
@@ -228,6 +237,74 @@ def test_a_pretrained_policys_adapters_are_trained_and_sent_and_a_data_set_is_im
     refused = {"steps": 4, "dataset": str(written(tmp_path / "films", "v2.1", **broken))}
     with pytest.raises(DataError, match="as video files"):
         run_of(config.model_copy(update={"imitation": ImitationConfig(**refused)}), run)
+
+
+class Switching(NamedTuple):
+    """A pilot: apart, then in turns, then all in memory on the other device."""
+
+    def after_step(self, steering: Steering, report: Report) -> None:
+        plans: dict[int, tuple[dict[str, str], tuple[str, ...]]] = {
+            1: ({"rollout": "1", "actor": "0"}, ()),
+            2: ({"rollout": "0", "actor": "0"}, ()),
+            3: ({"rollout": "1", "actor": "1"}, ("actor", "rollout")),
+        }
+        if report.step in plans:
+            placement, staying = plans[report.step]
+            steering.switch(placement, FlowConfig(), staying)
+
+
+def test_a_plan_may_change_between_steps_and_no_bit_of_the_result(tmp_path: Path) -> None:
+    plain, switched = (Run.create("robot", root=tmp_path, config_toml="") for _ in range(2))
+    config = recipe(
+        simulator={"type": "tests.envs.robots.fakes:PointScenes"}, loop__steps=5, imitation={"steps": 0}
+    )
+    run_of(config, plain)
+    with switched.running():
+        Embodied(config, switched, ()).run(pilot=Switching())
+    assert weights_of(plain) == weights_of(switched)
+    seen = {(event.name, event.lane) for event in read_trace(switched.path)}
+    assert seen >= {(f"{name}[0]", f"device {n}") for name in ("env", "rollout", "actor") for n in (0, 1)}
+
+
+def test_what_fits_into_memory_together_stays_there_by_plan(tmp_path: Path) -> None:
+    config = recipe()
+    graph = {"batch": 32, "nodes": ["rollout", "actor"], "edges": {"rollout -> actor": 1e3}}
+
+    def planned(held_bytes: float) -> Plan:
+        points = Points(
+            kind="cpu", items=(8.0, 32.0), replicas=(1, 1), seconds=(1.0, 4.0),
+            memory_bytes=(held_bytes, held_bytes), onload_s=0.5,
+        )  # fmt: skip
+        measured = Profile(
+            identity=identity_of(config, 1, "the test"),
+            devices={"cpu": DeviceKind(memory_bytes=100.0)},
+            workers={name: WorkerProfile(options={"cpu1": points}) for name in ("rollout", "actor")},
+            graph=graph,
+        )
+        problem = problem_of(config, {}, measured, devices_on_paper({"cpu": 1}))
+        return Plan.of(problem, search(problem))
+
+    assert planned(40.0).structure == "together(rollout, actor)"
+    assert planned(60.0).structure == "turns(rollout, actor)"
+    assert planned(60.0).step_s > planned(40.0).step_s
+    values: dict[str, Any] = {}
+    put_into(values, {}, planned(40.0), "plan auto")
+    resolved = recipe(cluster={"devices": 1, **values["cluster"]}, placement=values["placement"])
+    assert resolved.together == ("env", "rollout", "actor")
+    assert resolved.stay("rollout", "actor") and not config.stay("rollout", "actor")
+
+
+@pytest.mark.slow
+def test_a_recipe_of_a_robot_is_measured_and_planned(tmp_path: Path) -> None:
+    folder = tmp_path / "robot.toml"
+    folder.write_text(dumps(recipe(imitation={"steps": 0}, loop__prompts_per_step=8).model_dump(mode="json")))
+    made = CliRunner().invoke(
+        app, ["train", str(folder), "--plan", "auto", "--root", str(tmp_path), "loop.steps=2"]
+    )
+    assert made.exit_code == 0, made.output
+    assert "not split" in made.output or "not shared" in made.output
+    (run,) = (found for found in tmp_path.glob("*/plan.toml"))
+    assert Plan.load(run).workers.keys() == {"rollout", "actor"}
 
 
 @pytest.mark.slow

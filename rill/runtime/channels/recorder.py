@@ -58,11 +58,11 @@ class Recorder:
             flowed = record.put.get(channel) or record.put.setdefault(channel, Flowed())
             flowed.count(num_bytes, weight)
 
-    def had_turn(self, devices: list[int], seconds: float) -> None:
+    def had_turn(self, devices: list[int], seconds: float, held_bytes: int, room_bytes: int) -> None:
         """A turn on devices has just ended."""
         if record := self._calls.get(threading.get_ident()):
             now_s = time.time()
-            record.turns.append(TurnRecord(devices, now_s - seconds, now_s))
+            record.turns.append(TurnRecord(devices, now_s - seconds, now_s, held_bytes, room_bytes))
 
     def loaded(self, seconds: float) -> None:
         if record := self._calls.get(threading.get_ident()):

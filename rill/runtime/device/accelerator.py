@@ -44,6 +44,11 @@ class Accelerator:
         """Free and total memory of a device, by its torch name."""
         raise UnsupportedError(f"the memory of {device} is not known")
 
+    def held_bytes(self, device: str) -> tuple[int, int]:
+        """What this process holds of a device, by its torch name, and the most it could hold beside what others do.
+        Zeros: not known."""
+        return 0, 0
+
     def synchronize(self, device: Any) -> None:
         """Wait for what this thread has started on the device's current stream."""
 
@@ -60,6 +65,11 @@ def accelerator(name: str) -> Accelerator:
     made = ACCELERATORS.load(name)()
     assert isinstance(made, Accelerator), f"{name} is registered as {ACCELERATORS[name]}, no Accelerator"
     return made
+
+
+def held_bytes(kind: str, device: str) -> tuple[int, int]:
+    """As Accelerator.held_bytes, for a device of any kind."""
+    return accelerator(kind).held_bytes(device) if kind in ACCELERATORS else (0, 0)
 
 
 def accelerator_of(tensor: Any) -> tuple[str, Accelerator] | None:

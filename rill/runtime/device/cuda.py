@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,12 @@ class Cuda(Accelerator):
     def memory_bytes(self, device: str) -> tuple[int, int]:
         free, total = _torch().cuda.mem_get_info(device)
         return int(free), int(total)
+
+    def held_bytes(self, device: str) -> tuple[int, int]:
+        if "torch" not in sys.modules or not _torch().cuda.is_initialized():
+            return 0, 0  # asking would take memory of it
+        held, (free, _) = int(_torch().cuda.memory_reserved(device)), self.memory_bytes(device)
+        return held, held + free
 
     def synchronize(self, device: Any) -> None:
         _torch().cuda.current_stream(device).synchronize()

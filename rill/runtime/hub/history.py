@@ -29,6 +29,10 @@ class TurnRecord(msgspec.Struct, array_like=True, frozen=True):
     devices: list[int]
     started_s: float
     ended_s: float
+    held_bytes: int = 0
+    """Of the first device's memory, by this process when the turn ended."""
+    room_bytes: int = 0
+    """That it could have held beside what others did. 0: not known."""
 
 
 class CallRecord(msgspec.Struct, kw_only=True):

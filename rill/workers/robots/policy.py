@@ -16,11 +16,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from rill.config import PartConfig
 from rill.models.robots.base import POLICIES, Decision, Policy, load_policy, open_policy, read_saved
 from rill.models.robots.probe import probe
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker, concurrent
+from rill.training.offload import Shelf
 from rill.training.parallel import copy_weights
 from rill.types import Observation, PolicyVersion, RobotSpec
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
@@ -74,16 +77,18 @@ class RobotPolicyWorker(Worker):
             seated(sync.transport, rank=self.rank + 1, num_receivers=self.world_size)
         )
         self._updating = threading.Lock()
+        self._shelf = Shelf()
 
     def close(self) -> None:
         self.receiver.close()
 
     def onload(self) -> None:
-        self.policy.to(self.device)
+        self._shelf.take_all()
 
     def offload(self) -> None:
         if self.device != "cpu":
-            self.policy.to("cpu")
+            self._shelf.put([*self.policy.parameters(), *self.policy.buffers()])
+            torch.cuda.empty_cache()
 
     def serve(self, requests: Channel, answers: tuple[Channel, ...], epoch: int) -> int:
         """Until this epoch of the requests ends; returns how many there were."""
