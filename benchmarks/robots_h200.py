@@ -223,7 +223,7 @@ def plan(wanted: argparse.Namespace) -> None:
         Embodied(short, run, ()).run(pilot=pilot)
 
     began_s = time.perf_counter()
-    profile = measure(config, {}, devices, start=start, tries_one=True)
+    profile = measure(config, {}, devices, start=start)
     seconds = time.perf_counter() - began_s
     problem = problem_of(config, {}, profile, devices)
     made, found = choose(problem, tried=profile.tried)
