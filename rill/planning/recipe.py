@@ -52,6 +52,8 @@ FULL_BYTES = 1.0
 """Of a device whose memory was not measured: one worker fills it, so that those who share it take turns."""
 
 
+USABLE = 0.9
+"""Of a device's memory: the rest is lost between blocks, or taken when answers grow."""
 STAYS_BYTES = 0.001
 """Of one that the recipe keeps in memory beside others: any number of those, and nobody else."""
 
@@ -145,7 +147,7 @@ def profile_of(run: Run, config: Recipe, devices: Sequence[Device]) -> Profile:
     return Profile(
         identity=identity_of(config, len(devices), str(run.path)),
         workers={node.name: workers[node.name] for node in graph.nodes if node.name in workers},
-        devices={kind: DeviceKind(memory_bytes=room)} if (room := room_of(records)) else {},
+        devices={kind: DeviceKind(memory_bytes=USABLE * room)} if (room := room_of(records)) else {},
         graph=graph.values(),
     )
 
