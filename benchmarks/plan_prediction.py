@@ -1,17 +1,17 @@
 """Claim: what a plan predicts is what the run takes: within 5 % (median), with the modes in the right order.
 
-    python benchmarks/plan_prediction.py [--steps 12] [--rounds 2] [--workloads grpo,ppo,tail,slow,pair] [--svg F]
+    python benchmarks/plan_prediction.py [--steps 12] [--turns 2] [--workloads grpo,ppo,tail,slow,pair] [--svg F]
 
 GRPO (engine, reference, actor), PPO (engine, reference, critic, actor), GRPO with a long-tailed task and GRPO whose
 answers wait for a slow tool (both of benchmarks/longtail.py), and the long-tailed one without a reference (engine and
-actor: two slots can be split), each on so many slots of one thread: the recipe is profiled, every mode is searched for,
-and the plan found runs for some steps. `asynchronous` is the split plan one step
-ahead. One JSON line a run: seconds of a step, predicted (plans near the best were tried with the profile), by the model
-alone, simulated, and real (the median, without the first steps), with the seconds of each worker, by the model and
-real; then one a workload: the median error, whether the modes come in the right order, and how auto compares with the
-best and the worst. Needs a quiet machine with more free cores than slots: hub and driver work beside them. Shared
-machines change their speed by the minute, so a fixed piece of work is timed with every profile and run: `drift` is how
-much longer it took than at the profile, and `error_without_drift` the error with the prediction scaled by it. --svg
+actor: two slots can be split), each on so many slots of one thread: the recipe is profiled, the best plan of every mode
+is searched for, and each runs for some steps. `asynchronous` is the split plan one step ahead. Shared machines change
+their speed by the minute, so profile and runs take turns, as often as --turns says: a prediction is of all profiles
+together, what is real of all runs. One JSON line a mode: seconds of a step, predicted (plans near the best were tried
+with the profiles), by the model alone, simulated, and real (the median, without the first steps of each run), by how
+much its runs differ (`repeats`: the longest over the shortest), with the seconds of each worker, by the model and real;
+then one a workload: the median error, whether the modes come in the right order, and how auto's choice compares with
+the best and the worst. Needs a quiet machine with more free cores than slots: hub and driver work beside them. --svg
 draws a step of each mode, as predicted and as it was.
 
     python benchmarks/plan_prediction.py --workloads h200
@@ -27,7 +27,7 @@ import json
 import statistics
 import sys
 import tempfile
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +39,10 @@ from rill.errors import PlanError
 from rill.planning.pilot import Pilot
 from rill.planning.plan import Plan, choose
 from rill.planning.price import price, stage_seconds
-from rill.planning.profile import Profile
+from rill.planning.profile import Profile, merge_all
 from rill.planning.profiler import measure, try_ahead
 from rill.planning.recipe import FOLDED, devices_of, predicted_lanes, problem_of, put_into
-from rill.planning.search import Mode
+from rill.planning.search import Found, Mode
 from rill.planning.simulator import simulate
 from rill.planning.traced import CHUNK, StepTimes, read_history, steps_of, whole_calls, work_of_step
 from rill.telemetry import trace
@@ -53,7 +53,7 @@ from rill.workflows.loop import StepReport
 from rill.workflows.rl_config import RLConfig
 
 SKIP = 3
-MODES = (("shared", 0), ("split", 0), ("hybrid", 0), ("auto", 0), ("split", 1))
+MODES = (("shared", 0), ("split", 0), ("hybrid", 0), ("split", 1))
 TAIL = {
     "type": "longtail:LongTail",
     "answer_tokens": 16,
@@ -136,7 +136,6 @@ class Picture(NamedTuple):
 
     workload: str
     mode: str
-    drift: float
     predicted_s: float
     real_s: float
     predicted: list[Lane]
@@ -146,9 +145,13 @@ class Picture(NamedTuple):
 class Real(NamedTuple):
     """A run under a plan: seconds of a step, of each worker in it, and one step of it."""
 
-    step_s: float
+    steps_s: list[float]
     busy_s: dict[str, float]
     lanes: list[Lane]
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.steps_s)
 
 
 def real_lanes(run: Run, plan: Plan, step: StepTimes) -> list[Lane]:
@@ -189,34 +192,22 @@ def real_run(values: RecipeValues, plan: Plan, root: Path) -> Real:
     worked = [work_of_step(calls, step, FOLDED) for step in later]
     groups = {group for one in worked for group in one}
     busy = {g: statistics.median(one[g].busy_s for one in worked if g in one) for g in sorted(groups)}
-    step_s = statistics.median(steps[min(SKIP, len(steps) - 2) :])
+    counted = steps[min(SKIP, len(steps) - 2) :]
+    step_s = statistics.median(counted)
     typical = min(later, key=lambda step: abs(step.ended_s - step.began_s - step_s))
-    return Real(step_s, busy, real_lanes(run, plan, typical))
-
-
-def pace() -> float:
-    """Seconds of a fixed piece of work: products of the size of the model's, one thread. The median of many."""
-    torch.set_num_threads(1)
-    a, b = torch.randn(256, 128), torch.randn(128, 384)
-    times = []
-    for _ in range(40):
-        began_s = time.perf_counter()
-        for _ in range(100):
-            torch.mm(a, b)
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times)
+    return Real(counted, busy, real_lanes(run, plan, typical))
 
 
 def start(config: RLConfig, run: Run, pilot: Pilot) -> None:
     WORKFLOWS.load(config.workflow)(config, run, ()).run(pilot=pilot)
 
 
-def report(name: str, label: str, plan: Plan, real_s: float, **also: object) -> None:
+def report(name: str, label: str, plan: Plan, predicted_s: float, real_s: float, **also: object) -> None:
     line = {
         "benchmark": "plan_prediction", "workload": name, "mode": label, "plan": plan.structure,
         "devices": {worker: placed.devices for worker, placed in plan.workers.items()},
-        "predicted_s": round(plan.step_s, 4), "real_s": round(real_s, 4),
-        "error": round(plan.step_s / real_s - 1, 4), **also,
+        "predicted_s": round(predicted_s, 4), "real_s": round(real_s, 4),
+        "error": round(predicted_s / real_s - 1, 4), **also,
     }  # fmt: skip
     print(json.dumps(line), flush=True)
 
@@ -228,37 +219,75 @@ def one_plan(name: str, args: argparse.Namespace) -> None:
     profile = measure(config, {}, devices, start=start, num_rounds=args.rounds, tries_one=True)
     problem = problem_of(config, {}, profile, devices)
     plan, _ = choose(problem)
-    report(name, "auto", plan, profile.tried[plan.signature])
+    report(name, "auto", plan, plan.step_s, profile.tried[plan.signature])
 
 
-def compared(
-    name: str, mode: str, lag: int, args: argparse.Namespace, profile: Profile, profile_pace_s: float
-) -> Picture:
-    values = workload(name, args, lag)
-    config = resolved(values)
-    devices = devices_of(config)
-    if lag:
-        profile = try_ahead(config, {}, profile, devices, start=start)
-    problem = problem_of(config, {}, profile, devices)
-    plan, found = choose(problem, Mode(mode), tried=profile.tried)
-    priced = price(problem, found.tree)
-    before_s = pace()
-    with tempfile.TemporaryDirectory() as root:
-        real = real_run(values, plan, Path(root))
-    drift = (before_s + pace()) / 2 / profile_pace_s
-    label = "asynchronous" if lag else mode
-    stages = {stage.nodes[0]: stage_seconds(problem, stage) for stage in priced.tree.stages()}
-    report(
-        name, label, plan, real.step_s,
-        drift=round(drift, 4),
-        error_without_drift=round(plan.step_s * drift / real.step_s - 1, 4),
-        by_the_model_s=round(priced.step_s, 4),
-        simulated_s=round(simulate(problem, found.tree, steps=5).mean_step_s, 4),
-        workers={w: [round(stages.get(w, 0.0), 4), round(seconds, 4)] for w, seconds in real.busy_s.items()},
-    )  # fmt: skip
-    lanes = predicted_lanes(problem, found, plan)
-    predicted = [Lane(int(x["lane"].split()[1]), x["name"], x["start_s"], x["end_s"]) for x in lanes]
-    return Picture(name, label, drift, plan.step_s, real.step_s, predicted, real.lanes)
+class Contest:
+    """The modes of a workload: profiled and run by turns."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name, self.args = name, args
+        self.configs = {lag: resolved(workload(name, args, lag)) for _, lag in MODES}
+        self.devices = devices_of(self.configs[0])
+        self.profiles: dict[int, list[Profile]] = {lag: [] for lag in self.configs}
+        self.plans: dict[str, tuple[int, Plan]] = {}
+        """By mode, with its lag: those that the first profile makes the best."""
+        self.runs: dict[str, list[Real]] = {}
+
+    def turn(self) -> None:
+        config = self.configs[0]
+        profile = measure(config, {}, self.devices, start=start, num_rounds=self.args.rounds)
+        print(json.dumps({"workload": self.name, "profile": profile.dumps()}), flush=True)
+        for lag, ahead in self.configs.items():
+            with suppress(PlanError):
+                measured = try_ahead(ahead, {}, profile, self.devices, start=start) if lag else profile
+                self.profiles[lag].append(measured)
+        if not self.plans:
+            self._search()
+        for label, (lag, plan) in self.plans.items():
+            with tempfile.TemporaryDirectory() as root:
+                run = real_run(workload(self.name, self.args, lag), plan, Path(root))
+            self.runs.setdefault(label, []).append(run)
+
+    def _search(self) -> None:
+        for mode, lag in MODES:
+            label = "asynchronous" if lag else mode
+            try:
+                problem = problem_of(self.configs[lag], {}, self.profiles[lag][0], self.devices)
+                plan, _ = choose(problem, Mode(mode), tried=self.profiles[lag][0].tried)
+            except (PlanError, IndexError) as error:
+                print(
+                    json.dumps({"workload": self.name, "mode": label, "impossible": str(error)}), flush=True
+                )
+                continue
+            if plan.signature not in {known.signature for _, known in self.plans.values()}:
+                self.plans[label] = lag, plan
+
+    def told(self, label: str) -> Picture:
+        """What of a mode is predicted by all profiles together, and real in all runs."""
+        (lag, plan), runs = self.plans[label], self.runs[label]
+        profiles = self.profiles[lag]
+        problem = problem_of(self.configs[lag], {}, merge_all(profiles), self.devices)
+        priced = price(problem, plan.tree(problem.graph))
+        tried = [profile.tried[plan.signature] for profile in profiles if plan.signature in profile.tried]
+        predicted_s = statistics.median(tried) if tried else priced.step_s
+        real_s = statistics.median(step_s for run in runs for step_s in run.steps_s)
+        medians = [run.step_s for run in runs]
+        stages = {stage.nodes[0]: stage_seconds(problem, stage) for stage in priced.tree.stages()}
+        busy = {
+            w: statistics.median(run.busy_s[w] for run in runs if w in run.busy_s) for w in runs[0].busy_s
+        }
+        report(
+            self.name, label, plan, predicted_s, real_s,
+            repeats=round(max(medians) / min(medians), 3),
+            by_the_model_s=round(priced.step_s, 4),
+            simulated_s=round(simulate(problem, priced.tree, steps=5).mean_step_s, 4),
+            workers={w: [round(stages.get(w, 0.0), 4), round(seconds, 4)] for w, seconds in busy.items()},
+        )  # fmt: skip
+        found = Found(step_s=predicted_s, tree=priced.tree)
+        lanes = predicted_lanes(problem, found, plan)
+        predicted = [Lane(int(x["lane"].split()[1]), x["name"], x["start_s"], x["end_s"]) for x in lanes]
+        return Picture(self.name, label, predicted_s, real_s, predicted, runs[-1].lanes)
 
 
 def draw(pictures: list[Picture]) -> str:
@@ -308,6 +337,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=3)
     parser.add_argument("--workloads", default="grpo,ppo,tail,slow")
     parser.add_argument("--rounds", type=int, default=2, help="times that every size is profiled")
+    parser.add_argument("--turns", type=int, default=2, help="times that it is profiled and run")
     parser.add_argument("--svg", type=Path, help="where to draw the steps")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))  # for longtail
@@ -316,30 +346,20 @@ def main() -> None:
         if name == "h200":
             one_plan(name, args)
             continue
-        config = resolved(workload(name, args))
-        before_s = pace()
-        profile = measure(config, {}, devices_of(config), start=start, num_rounds=args.rounds)
-        pace_s = (before_s + pace()) / 2
-        print(json.dumps({"workload": name, "profile": profile.dumps()}), flush=True)
-        rows: dict[str, Picture] = {}
-        for mode, lag in MODES:
-            label = "asynchronous" if lag else mode
-            try:
-                rows[label] = compared(name, mode, lag, args, profile, pace_s)
-            except PlanError as error:
-                print(json.dumps({"workload": name, "mode": label, "impossible": str(error)}), flush=True)
-        pictures += [one for one in rows.values() if one.mode != "auto"]
+        contest = Contest(name, args)
+        for _ in range(args.turns):
+            contest.turn()
+        rows = {label: contest.told(label) for label in contest.plans}
+        pictures += rows.values()
         if args.svg:
             args.svg.write_text(draw(pictures))
         errors = [abs(one.predicted_s / one.real_s - 1) for one in rows.values()]
-        without = [abs(one.predicted_s * one.drift / one.real_s - 1) for one in rows.values()]
-        auto_s = rows["auto"].real_s
-        others = {one.mode: one.real_s for one in rows.values() if one.mode not in ("auto", "asynchronous")}
+        others = {one.mode: one.real_s for one in rows.values() if one.mode != "asynchronous"}
         by_prediction = sorted(others, key=lambda label: rows[label].predicted_s)
+        auto_s = others[by_prediction[0]]
         summary = {
             "benchmark": "plan_prediction", "workload": name, "limit": 0.05,
             "median_error": round(statistics.median(errors), 4),
-            "median_error_without_drift": round(statistics.median(without), 4),
             "order_holds": by_prediction == sorted(others, key=others.__getitem__),
             "auto_over_best": round(auto_s / min(others.values()), 3),
             "worst_over_auto": round(max(others.values()) / auto_s, 3),
