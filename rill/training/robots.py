@@ -30,8 +30,8 @@ from rill.algorithms.embodied import (
 )
 from rill.config import PartConfig
 from rill.errors import CheckpointError, InvalidSampleError, TrainingError, WeightSyncError
-from rill.models.robots.base import Evaluated, Policy
-from rill.models.robots.inputs import Inputs
+from rill.policies.base import Evaluated, Policy
+from rill.policies.inputs import Inputs
 from rill.registry import Registry
 from rill.telemetry.run import write_atomically
 from rill.training.balance import CostModel

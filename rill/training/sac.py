@@ -22,9 +22,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rill.errors import CheckpointError, ConfigError, InvalidSampleError
-from rill.models.robots.inputs import Inputs, read
-from rill.models.robots.squashed import SquashedPolicy
-from rill.models.robots.trunk import Trunk, linear
+from rill.policies.inputs import Inputs, read
+from rill.policies.squashed import SquashedPolicy
+from rill.policies.trunk import Trunk, linear
 from rill.training.robots import RobotTrainer
 from rill.types import EmbodiedTrajectory, Floats, RobotSpec
 

@@ -10,7 +10,7 @@ from rill.algorithms.embodied import EmbodiedAlgorithmConfig, Estimator
 from rill.config import OneOf, PartConfig
 from rill.data.initial_states import InitialStates
 from rill.envs.robots.base import SIMULATORS
-from rill.models.robots.base import POLICIES
+from rill.policies.base import POLICIES
 from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.telemetry.robot_guards import SHARED, WATCHED
 from rill.training.robots import ROBOT_TRAINERS, RobotTrainer

@@ -15,8 +15,8 @@ from rill.algorithms.embodied import EmbodiedAlgorithmConfig
 from rill.data.lerobot import LeRobotData
 from rill.envs.robots.recording import shown_of
 from rill.errors import ConfigError, DataError
-from rill.models.robots import open_policy
-from rill.models.robots.tokens import TokenPolicy
+from rill.policies import open_policy
+from rill.policies.tokens import TokenPolicy
 from rill.training.robots import Demonstration, RobotTrainer
 from rill.types import RobotSpec
 

@@ -9,8 +9,8 @@ import torch
 
 from rill.algorithms.embodied import EmbodiedAlgorithmConfig, Estimator
 from rill.errors import CheckpointError, InvalidSampleError
-from rill.models.robots import open_policy
-from rill.models.robots.tokens import TokenPolicy
+from rill.policies import open_policy
+from rill.policies.tokens import TokenPolicy
 from rill.training.robots import RobotTrainer
 from rill.types import EmbodiedTrajectory, InitialState, Observation, RobotSpec
 

@@ -8,9 +8,9 @@ import torch
 
 from rill.algorithms.embodied import EmbodiedAlgorithmConfig
 from rill.errors import ConfigError
-from rill.models.robots import open_policy
-from rill.models.robots.gaussian import GaussianPolicy
-from rill.models.robots.squashed import SquashedPolicy
+from rill.policies import open_policy
+from rill.policies.gaussian import GaussianPolicy
+from rill.policies.squashed import SquashedPolicy
 from rill.training.sac import ReplayBuffer, SACTrainer, transitions
 from rill.types import EmbodiedTrajectory, InitialState, Observation, RobotSpec
 

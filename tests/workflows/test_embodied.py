@@ -23,12 +23,12 @@ from rill.config.toml import dumps
 from rill.envs.robots.bank import Played
 from rill.envs.robots.recording import Recording
 from rill.errors import ConfigError, DataError, RunError
-from rill.models.robots.base import load_policy
 from rill.planning.pilot import Report, Steering
 from rill.planning.plan import Plan
 from rill.planning.profile import DeviceKind, Points, Profile, WorkerProfile
 from rill.planning.recipe import devices_on_paper, identity_of, problem_of, put_into
 from rill.planning.search import search
+from rill.policies.base import load_policy
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.chrome import read_trace
 from rill.telemetry.metrics import read_metrics
@@ -42,7 +42,7 @@ from rill.workflows.embodied import Embodied
 from rill.workflows.loop import StepReport
 from rill.workflows.robot_config import RobotClusterConfig
 from tests.data.test_lerobot import written
-from tests.models.robots.checkpoints import openvla, tokenizer
+from tests.policies.checkpoints import openvla, tokenizer
 
 pytestmark = pytest.mark.timeout(
     600

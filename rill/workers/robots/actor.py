@@ -19,7 +19,7 @@ from rill.data.initial_states import start_of
 from rill.envs.robots.process import SimulatorProcess
 from rill.envs.robots.recording import Shown, demonstrate, shown_of
 from rill.errors import DataError
-from rill.models.robots.probe import CANARY_LENGTH, probe
+from rill.policies.probe import CANARY_LENGTH, probe
 from rill.training.robots import ROBOT_TRAINERS, Demonstration, RobotTrainer
 from rill.types import EmbodiedTrajectory, PolicyVersion
 from rill.weights import Canary, CanaryProof

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from rill.config import PartConfig
-from rill.models.robots.base import POLICIES, Decision, Policy, load_policy, open_policy, read_saved
-from rill.models.robots.probe import probe
+from rill.policies.base import POLICIES, Decision, Policy, load_policy, open_policy, read_saved
+from rill.policies.probe import probe
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker, concurrent
 from rill.training.offload import Shelf

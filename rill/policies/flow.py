@@ -24,9 +24,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rill.models.robots.base import Evaluated, Policy, PolicyConfig
-from rill.models.robots.inputs import Inputs
-from rill.models.robots.trunk import Trunk, linear
+from rill.policies.base import Evaluated, Policy, PolicyConfig
+from rill.policies.inputs import Inputs
+from rill.policies.trunk import Trunk, linear
 from rill.types import RobotSpec
 
 LOG_2PI = math.log(2 * math.pi)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rill.models.robots.inputs import NUM_WORDS, Inputs
+from rill.policies.inputs import NUM_WORDS, Inputs
 from rill.types import RobotSpec
 
 NUM_IMAGE_FEATURES = 64

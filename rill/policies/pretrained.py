@@ -28,9 +28,9 @@ from rill.config import PartConfig
 from rill.errors import ConfigError, ModelError
 from rill.models.loading import DTYPES, ModelConfig, load_tokenizer
 from rill.models.lora import LoRAConfig, add_lora, merged_weights
-from rill.models.robots.base import Policy, PolicyConfig
-from rill.models.robots.inputs import FEATURES, Inputs, read
-from rill.models.robots.trunk import linear
+from rill.policies.base import Policy, PolicyConfig
+from rill.policies.inputs import FEATURES, Inputs, read
+from rill.policies.trunk import linear
 from rill.types import Observation, RobotSpec
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from torch.nn.functional import pad
 from transformers.models.pi0 import PI0Config, PI0ForConditionalGeneration
 
 from rill.errors import ConfigError, ModelError
-from rill.models.robots.flow import FlowConfig, FlowPolicy
-from rill.models.robots.inputs import Inputs
-from rill.models.robots.pretrained import (
+from rill.policies.flow import FlowConfig, FlowPolicy
+from rill.policies.inputs import Inputs
+from rill.policies.pretrained import (
     PretrainedConfig,
     PretrainedPolicy,
     bounds,

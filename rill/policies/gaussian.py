@@ -18,9 +18,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from rill.models.robots.base import Evaluated, Policy, PolicyConfig
-from rill.models.robots.inputs import Inputs
-from rill.models.robots.trunk import Trunk, linear
+from rill.policies.base import Evaluated, Policy, PolicyConfig
+from rill.policies.inputs import Inputs
+from rill.policies.trunk import Trunk, linear
 from rill.types import RobotSpec
 
 LOG_2PI = math.log(2 * math.pi)

@@ -15,9 +15,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from rill.models.robots.gaussian import NormalConfig, NormalPolicy
-from rill.models.robots.inputs import Inputs
-from rill.models.robots.trunk import linear
+from rill.policies.gaussian import NormalConfig, NormalPolicy
+from rill.policies.inputs import Inputs
+from rill.policies.trunk import linear
 from rill.types import RobotSpec
 
 LOG_STD_RANGE = (-5.0, 2.0)

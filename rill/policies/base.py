@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from rill.config import Config, OneOf, PartConfig
 from rill.errors import ConfigError, ModelError
-from rill.models.robots.inputs import Inputs, padded_rows, read
-from rill.models.robots.trunk import Trunk
+from rill.policies.inputs import Inputs, padded_rows, read
+from rill.policies.trunk import Trunk
 from rill.registry import Registry
 from rill.types import Floats, Observation, RobotSpec
 
@@ -36,12 +36,12 @@ WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "policy.json"
 POLICIES = Registry(
     "policy",
     {
-        "tokens": "rill.models.robots.tokens:TokenPolicy",
-        "gaussian": "rill.models.robots.gaussian:GaussianPolicy",
-        "squashed": "rill.models.robots.squashed:SquashedPolicy",
-        "flow": "rill.models.robots.flow:FlowPolicy",
-        "pi0": "rill.models.robots.pi0:PI0Policy",
-        "openvla": "rill.models.robots.openvla:OpenVLAPolicy",
+        "tokens": "rill.policies.tokens:TokenPolicy",
+        "gaussian": "rill.policies.gaussian:GaussianPolicy",
+        "squashed": "rill.policies.squashed:SquashedPolicy",
+        "flow": "rill.policies.flow:FlowPolicy",
+        "pi0": "rill.policies.pi0:PI0Policy",
+        "openvla": "rill.policies.openvla:OpenVLAPolicy",
     },
 )
 

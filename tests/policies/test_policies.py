@@ -9,13 +9,13 @@ import torch
 
 from rill.config import PartConfig
 from rill.errors import ConfigError, ModelError
-from rill.models.robots import Policy, open_policy
-from rill.models.robots.base import load_policy
-from rill.models.robots.flow import FlowPolicy
-from rill.models.robots.gaussian import GaussianPolicy
-from rill.models.robots.inputs import read, words_of
-from rill.models.robots.squashed import SquashedPolicy
-from rill.models.robots.tokens import TokenPolicy
+from rill.policies import Policy, open_policy
+from rill.policies.base import load_policy
+from rill.policies.flow import FlowPolicy
+from rill.policies.gaussian import GaussianPolicy
+from rill.policies.inputs import read, words_of
+from rill.policies.squashed import SquashedPolicy
+from rill.policies.tokens import TokenPolicy
 from rill.types import Observation, RobotSpec
 
 STATE = RobotSpec(state_size=5, action_size=2)

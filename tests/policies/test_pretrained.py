@@ -11,14 +11,14 @@ from safetensors import safe_open
 
 from rill.algorithms.embodied import EmbodiedAlgorithmConfig
 from rill.errors import ConfigError, ModelError
-from rill.models.robots import Policy, open_policy
-from rill.models.robots.base import load_policy
-from rill.models.robots.openvla import OpenVLAPolicy
-from rill.models.robots.pi0 import PI0Policy
-from rill.models.robots.pretrained import PretrainedPolicy
+from rill.policies import Policy, open_policy
+from rill.policies.base import load_policy
+from rill.policies.openvla import OpenVLAPolicy
+from rill.policies.pi0 import PI0Policy
+from rill.policies.pretrained import PretrainedPolicy
 from rill.training.robots import RobotTrainer
 from rill.types import EmbodiedTrajectory, InitialState, RobotSpec
-from tests.models.robots.checkpoints import SPEC, openvla, pi0, pi0_actions, seen, tokenizer
+from tests.policies.checkpoints import SPEC, openvla, pi0, pi0_actions, seen, tokenizer
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},

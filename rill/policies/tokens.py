@@ -17,9 +17,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from rill.models.robots.base import Evaluated, Policy, PolicyConfig
-from rill.models.robots.inputs import MAX_WORDS, NUM_WORDS, Inputs
-from rill.models.robots.trunk import Trunk, linear
+from rill.policies.base import Evaluated, Policy, PolicyConfig
+from rill.policies.inputs import MAX_WORDS, NUM_WORDS, Inputs
+from rill.policies.trunk import Trunk, linear
 from rill.types import RobotSpec
 
 PATCH = 8

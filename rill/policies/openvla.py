@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import affine_grid, gelu, grid_sample, pad, scaled_dot_product_attention
 
 from rill.errors import ConfigError, ModelError
-from rill.models.robots.inputs import Inputs
-from rill.models.robots.pretrained import (
+from rill.policies.inputs import Inputs
+from rill.policies.pretrained import (
     PretrainedConfig,
     PretrainedPolicy,
     bounds,
@@ -31,7 +31,7 @@ from rill.models.robots.pretrained import (
     check_size,
     read_json,
 )
-from rill.models.robots.tokens import TokenConfig, TokenPolicy
+from rill.policies.tokens import TokenConfig, TokenPolicy
 from rill.types import RobotSpec
 
 HEADS = 16

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rill.models.robots.base import Policy
+from rill.policies.base import Policy
 from rill.types import Floats, Observation, RobotSpec, TokenIds
 
 PROBES = 32
