@@ -203,11 +203,12 @@ void attend_block(const QueryBlock& block, const T* query, int64_t query_stride,
     }
 }
 
-// omp for. query [tokens, query_stride], out [tokens, heads * dim], sinks [heads] or null.
+// query [tokens, query_stride], out [tokens, heads * dim], sinks [heads] or null.
 template <class T>
-void attend(const std::vector<QueryBlock>& blocks, const T* query, int64_t query_stride, const T* keys,
-            const T* values, const int32_t* tables, int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t dim,
-            int64_t block_size, float scale, int64_t window, float cap, const T* sinks, T* out) {
+void attend(const T* query, int64_t query_stride, const T* keys, const T* values, const int32_t* tables,
+            int64_t table_stride, const int32_t* starts, const int32_t* lengths, int64_t num_seqs, int64_t heads,
+            int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window, float cap, const T* sinks,
+            T* out, int threads) {
     auto run = dim == 64    ? attend_block<T, 4>
                : dim == 128 ? attend_block<T, 8>
                : dim == 32  ? attend_block<T, 2>
@@ -215,7 +216,8 @@ void attend(const std::vector<QueryBlock>& blocks, const T* query, int64_t query
                : dim == 16  ? attend_block<T, 1>
                             : attend_block<T, 0>;
     const int group = static_cast<int>(heads / kv_heads);
-#pragma omp for schedule(dynamic, 2)
+    const auto blocks = query_blocks(starts, lengths, num_seqs, heads, kv_heads, threads);
+#pragma omp parallel for schedule(dynamic, 2) num_threads(threads) if (threads > 1 && starts[num_seqs] * heads > 8)
     for (int64_t item = 0; item < static_cast<int64_t>(blocks.size()); item++) {
         const QueryBlock& block = blocks[item];
         run(block, query, query_stride, keys, values, tables + block.seq * table_stride, block_size, kv_heads * dim,

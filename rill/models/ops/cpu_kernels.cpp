@@ -10,7 +10,6 @@
 // therefore bit-identical whatever else is in the batch and however many threads there are.
 
 #include <string>
-#include <vector>
 
 #include "cpu_attention_paged.h"
 #include "cpu_product.h"
@@ -19,10 +18,29 @@
 namespace {
 
 template <class T>
+void norm_row(const T* x, const T* w, T* out, int64_t size, float eps, int gemma) {
+    float sum = 0.f;
+    for (int64_t i = 0; i < size; i++) {
+        float v = load(x + i);
+        sum += v * v;
+    }
+    float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+    if (gemma) {
+        for (int64_t i = 0; i < size; i++) store(out + i, load(x + i) * scale * (1.0f + load(w + i)));
+    } else {
+        for (int64_t i = 0; i < size; i++) store(out + i, rounded(load(x + i) * scale, x) * load(w + i));
+    }
+}
+
+template <class T>
 void add_norm(T* h, const T* x, const T* w, T* out, int64_t n, int64_t size, float eps, int gemma, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && n * size > 16384)
-    for (int64_t row = 0; row < n; row++)
-        add_norm_row(h + row * size, x ? x + row * size : nullptr, w, out + row * size, size, eps, gemma);
+    for (int64_t row = 0; row < n; row++) {
+        T* target = h + row * size;
+        if (x)
+            for (int64_t i = 0; i < size; i++) store(target + i, load(target + i) + load(x + row * size + i));
+        norm_row(target, w, out + row * size, size, eps, gemma);
+    }
 }
 
 // gate_up [n, 2 * size] -> out [n, size]
@@ -40,27 +58,35 @@ void act_mul(const T* gate_up, T* out, int64_t n, int64_t size, int gelu, int th
     }
 }
 
-// qkv [n, (H + 2K) * D]
+template <class T>
+void rope_row(T* x, const T* cs, const T* sn, int64_t dim) {
+    int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float a = load(x + i), b = load(x + i + half);
+        float c = load(cs + i), s = load(sn + i);
+        float c2 = load(cs + i + half), s2 = load(sn + i + half);
+        store(x + i, rounded(a * c, x) + rounded(-b * s, x));
+        store(x + i + half, rounded(b * c2, x) + rounded(a * s2, x));
+    }
+}
+
+// qkv [n, (H + 2K) * D]: normalise (optional) and rotate q and k, put k and v into their slot.
 template <class T>
 void rope_store(T* qkv, const T* cs, const T* sn, const int64_t* positions, const int64_t* slots, const T* qw,
                 const T* kw, float eps, T* keys, T* values, int64_t n, int64_t heads, int64_t kv_heads, int64_t dim,
                 int threads) {
-    int64_t width = (heads + 2 * kv_heads) * dim;
+    const int64_t size = kv_heads * dim, width = heads * dim + 2 * size;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && n * width > 16384)
-    for (int64_t row = 0; row < n; row++)
-        rope_store_row(qkv + row * width, cs + positions[row] * dim, sn + positions[row] * dim, qw, kw, eps,
-                       keys + slots[row] * kv_heads * dim, values + slots[row] * kv_heads * dim, heads, kv_heads, dim);
-}
-
-template <class T>
-void attend_all(const T* query, int64_t query_stride, const T* keys, const T* values, const int32_t* tables,
-                int64_t table_stride, const int32_t* starts, const int32_t* lengths, int64_t num_seqs, int64_t heads,
-                int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window, float cap,
-                const T* sinks, T* out, int threads) {
-    const auto blocks = query_blocks(starts, lengths, num_seqs, heads, kv_heads, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1 && starts[num_seqs] * heads > 8)
-    attend(blocks, query, query_stride, keys, values, tables, table_stride, heads, kv_heads, dim, block_size, scale,
-           window, cap, sinks, out);
+    for (int64_t row = 0; row < n; row++) {
+        T* token = qkv + row * width;
+        for (int64_t h = 0; h < heads + kv_heads; h++) {
+            T* x = token + h * dim;
+            if (qw) norm_row(x, h < heads ? qw : kw, x, dim, eps, 0);
+            rope_row(x, cs + positions[row] * dim, sn + positions[row] * dim, dim);
+        }
+        std::memcpy(keys + slots[row] * size, token + heads * dim, sizeof(T) * size);
+        std::memcpy(values + slots[row] * size, token + heads * dim + size, sizeof(T) * size);
+    }
 }
 
 template <class T>
@@ -68,7 +94,7 @@ void* find(const std::string& name) {
     if (name == "add_norm") return reinterpret_cast<void*>(&add_norm<T>);
     if (name == "act_mul") return reinterpret_cast<void*>(&act_mul<T>);
     if (name == "rope_store") return reinterpret_cast<void*>(&rope_store<T>);
-    if (name == "attend") return reinterpret_cast<void*>(&attend_all<T>);
+    if (name == "attend") return reinterpret_cast<void*>(&attend<T>);
 #ifdef RILL_PRODUCTS
     if (name == "linear") return reinterpret_cast<void*>(&linear<T>);
 #endif
@@ -79,8 +105,3 @@ void* find(const std::string& name) {
 
 // A kernel's address, for cpu_kernels.py to call; null where this processor has none.
 extern "C" void* kernel(const char* name, int is_bf16) { return is_bf16 ? find<bf16>(name) : find<float>(name); }
-
-#ifdef RILL_PRODUCTS
-// What `linear` writes x into.
-extern "C" int64_t panel_bytes(int64_t rows, int64_t k) { return panel_words(rows, k) * 4; }
-#endif

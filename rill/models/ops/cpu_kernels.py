@@ -27,7 +27,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "attend": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
     + [c_int64] * 5
     + [c_float, c_int64, c_float, c_void_p, c_void_p, c_int],
-    "linear": [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int],
+    "linear": [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int],
 }
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -53,9 +53,6 @@ class CpuKernels(TorchKernels):
                     self._calls[name, dtype] = CFUNCTYPE(None, *arguments)(address)
         self.has_products = ("linear", torch.float32) in self._calls
         """Whether linear() is here: it needs AVX-512."""
-        if self.has_products:
-            self._panel_bytes = library["panel_bytes"]
-            self._panel_bytes.argtypes, self._panel_bytes.restype = [c_int64, c_int64], c_int64
         self.num_threads = torch.get_num_threads()
 
     @staticmethod
@@ -72,10 +69,8 @@ class CpuKernels(TorchKernels):
         x, weight = x.contiguous(), weight.contiguous()
         rows, k = x.shape
         out = x.new_empty(rows, weight.shape[0])
-        panel = torch.empty(self._panel_bytes(rows, k), dtype=torch.uint8)
         self._calls["linear", x.dtype](
-            x.data_ptr(), rows, k, weight.data_ptr(), _pointer(bias), weight.shape[0],
-            out.data_ptr(), panel.data_ptr(), self.num_threads,
+            x.data_ptr(), rows, k, weight.data_ptr(), _pointer(bias), weight.shape[0], out.data_ptr(), self.num_threads
         )  # fmt: skip
         return out
 

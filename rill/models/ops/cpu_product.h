@@ -8,9 +8,7 @@
 //     result  16 outputs × 16 rows            one accumulator over all of k, in order
 //
 // An element's sum runs over k in one order whatever the number of rows or threads: a row's bits do not depend on the
-// batch. Functions marked "omp for" share their work among the threads of the enclosing parallel region; those marked
-// "no barrier" leave it to the caller to wait for all of it. Products are handed out two units at a time: with equal
-// shares a thread whose core has other work to do would hold up all others at every barrier.
+// batch.
 
 #pragma once
 
@@ -20,6 +18,7 @@
 #include <immintrin.h>
 
 #include <new>
+#include <vector>
 
 #include "cpu_vector.h"
 
@@ -31,7 +30,8 @@ constexpr int64_t GROUP = 4;         // row tiles that are multiplied together
 constexpr int64_t CHUNK_TILES = 16;  // rows / 16 of a panel part that stays in L2
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t panel_words(int64_t rows, int64_t k) { return ceil_div(rows, EDGE) * ceil_div(k, EDGE) * TILE_WORDS; }
+inline int64_t panel_words(int64_t k) { return ceil_div(k, EDGE) * TILE_WORDS; }  // of one row tile
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 inline void transpose(__m512i r[16]) {
     __m512i t[16];
@@ -66,13 +66,13 @@ inline __m512i load_words(const bf16* x, int64_t left) {
     return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x)), 16);
 }
 
-// Up to 16 rows of x, `stride` elements apart, into one row tile of a panel.
+// Up to 16 rows of x into one row tile of a panel.
 template <class T>
-void pack(const T* x, int64_t stride, int64_t rows, int64_t k, float* panel) {
+void pack(const T* x, int64_t rows, int64_t k, float* panel) {
     for (int64_t at = 0; at < k; at += EDGE, panel += TILE_WORDS) {
         __m512i r[EDGE];
         for (int i = 0; i < EDGE; i++)
-            r[i] = i < rows ? load_words(x + i * stride + at, k - at) : _mm512_setzero_si512();
+            r[i] = i < rows ? load_words(x + i * k + at, k - at) : _mm512_setzero_si512();
         transpose(r);
         for (int i = 0; i < EDGE; i++) _mm512_store_si512(panel + i * EDGE, r[i]);
     }
@@ -91,28 +91,21 @@ inline void store_lanes(bf16* p, __m512 v, __mmask16 mask) {
     _mm256_mask_storeu_epi16(p, mask, _mm512_cvtepi32_epi16(bits));
 }
 
-template <class T>
-struct Weight {
-    const T* data;  // [n, k]
-    const T* bias;  // [n] or null
-    int64_t n, k;
-};
-
 // The next weights are asked for while these are multiplied: rows of a parameter are too short for the processor to see
 // where reading goes on.
 template <int ROW_TILES, int OUTPUTS, class T>
-__attribute__((noinline)) void multiply_rows(const T* w, int64_t stride, int64_t k, const float* panel,
-                                             int64_t tile_words, float* results) {
+__attribute__((noinline)) void multiply_rows(const T* w, int64_t k, const float* panel, float* results) {
+    const int64_t tile_words = panel_words(k);
     __m512 sum[OUTPUTS][ROW_TILES];
     for (int n = 0; n < OUTPUTS; n++)
         for (int m = 0; m < ROW_TILES; m++) sum[n][m] = _mm512_setzero_ps();
     for (int64_t i = 0; i < k; i++) {
         if (i % EDGE == 0)
-            for (int n = 0; n < OUTPUTS; n++) __builtin_prefetch(w + (OUTPUTS + n) * stride + i, 0, 2);
+            for (int n = 0; n < OUTPUTS; n++) __builtin_prefetch(w + (OUTPUTS + n) * k + i, 0, 2);
         __m512 x[ROW_TILES];
         for (int m = 0; m < ROW_TILES; m++) x[m] = _mm512_load_ps(panel + m * tile_words + i * EDGE);
         for (int n = 0; n < OUTPUTS; n++) {
-            const __m512 b = _mm512_set1_ps(load(w + n * stride + i));
+            const __m512 b = _mm512_set1_ps(load(w + n * k + i));
             for (int m = 0; m < ROW_TILES; m++) sum[n][m] = _mm512_fmadd_ps(b, x[m], sum[n][m]);
         }
     }
@@ -122,18 +115,17 @@ __attribute__((noinline)) void multiply_rows(const T* w, int64_t stride, int64_t
 
 // 16 outputs, so many at a time as the registers hold sums for.
 template <int ROW_TILES, class T>
-void multiply_strip(const T* w, int64_t stride, int64_t k, const float* panel, int64_t tile_words, float* results) {
+void multiply_strip(const T* w, int64_t k, const float* panel, float* results) {
     constexpr int FIRST = ROW_TILES == 4 ? 6 : 8, THEN = ROW_TILES == 4 ? 5 : 8;
-    multiply_rows<ROW_TILES, FIRST>(w, stride, k, panel, tile_words, results);
+    multiply_rows<ROW_TILES, FIRST>(w, k, panel, results);
     for (int n = FIRST; n < EDGE; n += THEN)
-        multiply_rows<ROW_TILES, THEN>(w + n * stride, stride, k, panel, tile_words, results + n * EDGE);
+        multiply_rows<ROW_TILES, THEN>(w + n * k, k, panel, results + n * EDGE);
 }
 
 // A few rows would leave most lanes empty: lanes are outputs then, the weights are turned, and sums keep their order.
 constexpr int64_t FEW = 4;
 template <class T>
-__attribute__((noinline)) void multiply_few(const T* const w[2], int64_t stride, int64_t k, const float* panel,
-                                                   int64_t rows, float* results) {
+__attribute__((noinline)) void multiply_few(const T* w, int64_t k, const float* panel, int64_t rows, float* results) {
     __m512 sum[2][FEW];
     for (int t = 0; t < 2; t++)
         for (int m = 0; m < FEW; m++) sum[t][m] = _mm512_setzero_ps();
@@ -141,7 +133,7 @@ __attribute__((noinline)) void multiply_few(const T* const w[2], int64_t stride,
         const int64_t depth = k - at < EDGE ? k - at : EDGE;
         __m512i turned[2][EDGE];
         for (int t = 0; t < 2; t++) {
-            for (int n = 0; n < EDGE; n++) turned[t][n] = load_words(w[t] + n * stride + at, k - at);
+            for (int n = 0; n < EDGE; n++) turned[t][n] = load_words(w + (t * EDGE + n) * k + at, k - at);
             transpose(turned[t]);
         }
         for (int64_t i = 0; i < depth; i++)
@@ -159,104 +151,68 @@ __attribute__((noinline)) void multiply_few(const T* const w[2], int64_t stride,
         }
 }
 
+// 32 outputs for up to GROUP row tiles of a panel: results [2][GROUP][16 outputs][16 rows].
 template <class T>
-void multiply_tiles(const T* const w[2], int64_t stride, int64_t k, const float* panel, int64_t rows,
-                    int64_t depth_tiles, float* results) {
-    if (rows <= FEW) return multiply_few(w, stride, k, panel, rows, results);
+void multiply(const T* w, int64_t k, const float* panel, int64_t rows, float* results) {
+    if (rows <= FEW) return multiply_few(w, k, panel, rows, results);
     const int64_t tiles = ceil_div(rows, EDGE);
     auto strip = tiles == 1   ? multiply_strip<1, T>
                  : tiles == 2 ? multiply_strip<2, T>
                  : tiles == 3 ? multiply_strip<3, T>
                               : multiply_strip<4, T>;
-    for (int t = 0; t < 2; t++)
-        strip(w[t], stride, k, panel, depth_tiles * TILE_WORDS, results + t * GROUP * TILE_WORDS);
+    for (int t = 0; t < 2; t++) strip(w + t * EDGE * k, k, panel, results + t * GROUP * TILE_WORDS);
 }
 
-// Scratch for a weight tile whose rows or k end inside a tile: reading on would leave the parameter.
+// Results of up to 16 rows and `count` outputs, with bias, to `out`, whose rows are n apart.
 template <class T>
-struct Edge {
-    T* data = nullptr;
-    ~Edge() { operator delete[](data, std::align_val_t(64)); }
-    const T* fill(const Weight<T>& w, int64_t n0, int slot, int64_t padded_k) {
-        if (!data) data = static_cast<T*>(operator new[](2 * EDGE * padded_k * sizeof(T), std::align_val_t(64)));
-        T* out = data + slot * EDGE * padded_k;
-        std::memset(static_cast<void*>(out), 0, EDGE * padded_k * sizeof(T));
-        for (int64_t n = n0; n < w.n && n < n0 + EDGE; n++)
-            std::memcpy(static_cast<void*>(out + (n - n0) * padded_k), w.data + n * w.k, w.k * sizeof(T));
-        return out;
-    }
-};
-
-// Outputs [n0, n0 + 16) and [n0 + 16, n0 + 32) for row tiles [first, last) of a panel with that many rows.
-// out(row tile, results of the first, of the second), each [16 outputs][16 rows].
-template <class T, class Out>
-void multiply(const Weight<T>& a, int64_t n0, const float* panel, int64_t rows,
-              int64_t first, int64_t last, Out&& out) {
-    const int64_t depth_tiles = ceil_div(a.k, EDGE), padded_k = depth_tiles * EDGE;
-    const bool is_whole = n0 + 2 * EDGE <= a.n;
-    Edge<T> edge;
-    const T* w[2] = {a.data + n0 * a.k, a.data + (n0 + EDGE) * a.k};
-    if (!is_whole) {
-        w[0] = edge.fill(a, n0, 0, padded_k);
-        w[1] = edge.fill(a, n0 + EDGE, 1, padded_k);
-    }
-    alignas(64) float results[2 * GROUP * TILE_WORDS];
-    for (int64_t tile = first; tile < last; tile += GROUP) {
-        const int64_t left = rows - tile * EDGE, tiles = last - tile < GROUP ? last - tile : GROUP;
-        const int64_t count = left < tiles * EDGE ? left : tiles * EDGE;
-        multiply_tiles(w, is_whole ? a.k : padded_k, a.k, panel + tile * depth_tiles * TILE_WORDS, count, depth_tiles,
-                       results);
-        for (int64_t i = 0; i < ceil_div(count, EDGE); i++)
-            out(tile + i, results + i * TILE_WORDS, results + (GROUP + i) * TILE_WORDS);
-    }
-}
-
-// Results of one tile, with bias, to rows of `out`.
-template <class T>
-void store_tile(const float* results, const Weight<T>& w, int64_t n0, int64_t row0, int64_t rows, T* out,
-                int64_t stride) {
-    const int64_t count = w.n - n0 < EDGE ? w.n - n0 : EDGE;
-    if (count <= 0) return;
+void store_tile(const float* results, const T* bias, int64_t count, int64_t rows, T* out, int64_t n) {
     __m512i r[EDGE];
-    for (int n = 0; n < EDGE; n++) {
-        __m512 v = _mm512_load_ps(results + n * EDGE);
-        if (w.bias && n < count) v = _mm512_add_ps(v, _mm512_set1_ps(load(w.bias + n0 + n)));
-        r[n] = _mm512_castps_si512(rounded(v, w.data));
+    for (int i = 0; i < EDGE; i++) {
+        __m512 v = _mm512_load_ps(results + i * EDGE);
+        if (bias && i < count) v = _mm512_add_ps(v, _mm512_set1_ps(load(bias + i)));
+        r[i] = _mm512_castps_si512(rounded(v, out));
     }
     transpose(r);
     const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
-    for (int64_t i = 0; i < EDGE && row0 + i < rows; i++)
-        store_lanes(out + (row0 + i) * stride + n0, _mm512_castsi512_ps(r[i]), mask);
+    for (int64_t i = 0; i < EDGE && i < rows; i++) store_lanes(out + i * n, _mm512_castsi512_ps(r[i]), mask);
 }
 
-// omp for, no barrier. out[row, n] = x[row] · w[n] + bias[n], rounded to T.
+// x [rows, k] @ weight.T + bias, rounded to T. Work is handed out two units at a time: with equal shares a thread whose
+// core has other work to do would hold up all others.
 template <class T>
-void product(const float* panel, int64_t rows, const Weight<T>& w, T* out, int64_t stride) {
-    const int64_t tiles = ceil_div(rows, EDGE), units = ceil_div(w.n, 2 * EDGE), chunks = ceil_div(tiles, CHUNK_TILES);
-#pragma omp for schedule(dynamic, 2) nowait
-    for (int64_t item = 0; item < units * chunks; item++) {
-        const int64_t n = item % units * 2 * EDGE, first = item / units * CHUNK_TILES;
-        const int64_t last = first + CHUNK_TILES < tiles ? first + CHUNK_TILES : tiles;
-        multiply(w, n, panel, rows, first, last, [&](int64_t tile, const float* a, const float* b) {
-            store_tile(a, w, n, tile * EDGE, rows, out, stride);
-            store_tile(b, w, n + EDGE, tile * EDGE, rows, out, stride);
-        });
-    }
-}
-
-// x [rows, k] @ weight.T + bias; panel: panel_words(rows, k) floats, 64 bytes aligned.
-template <class T>
-void linear(const T* x, int64_t rows, int64_t k, const T* weight, const T* bias, int64_t n, T* out, float* panel,
-            int threads) {
+void linear(const T* x, int64_t rows, int64_t k, const T* weight, const T* bias, int64_t n, T* out, int threads) {
+    const int64_t tiles = ceil_div(rows, EDGE), units = ceil_div(n, 2 * EDGE), chunks = ceil_div(tiles, CHUNK_TILES);
+    const int64_t tile_words = panel_words(k);
+    auto* panel = static_cast<float*>(operator new(tiles * tile_words * sizeof(float), std::align_val_t(64)));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < ceil_div(rows, EDGE); tile++) {
-            const int64_t first = tile * EDGE, count = rows - first < EDGE ? rows - first : EDGE;
-            pack(x + first * k, k, count, k, panel + tile * panel_words(1, k));
+        for (int64_t tile = 0; tile < tiles; tile++)
+            pack(x + tile * EDGE * k, smaller(rows - tile * EDGE, EDGE), k, panel + tile * tile_words);
+        std::vector<T> edge;
+#pragma omp for schedule(dynamic, 2) nowait
+        for (int64_t item = 0; item < units * chunks; item++) {
+            const int64_t n0 = item % units * 2 * EDGE, first = item / units * CHUNK_TILES;
+            const int64_t last = smaller(first + CHUNK_TILES, tiles);
+            const T* w = weight + n0 * k;
+            if (n0 + 2 * EDGE > n) {  // outputs end inside a tile: reading on would leave the parameter
+                edge.assign(2 * EDGE * k, T{});
+                std::memcpy(static_cast<void*>(edge.data()), w, (n - n0) * k * sizeof(T));
+                w = edge.data();
+            }
+            alignas(64) float results[2 * GROUP * TILE_WORDS];
+            for (int64_t tile = first; tile < last; tile += GROUP) {
+                const int64_t count = smaller(rows - tile * EDGE, smaller(last - tile, GROUP) * EDGE);
+                multiply(w, k, panel + tile * tile_words, count, results);
+                for (int64_t row = 0; row < count; row += EDGE)
+                    for (int64_t at = n0; at < n && at < n0 + 2 * EDGE; at += EDGE)
+                        store_tile(results + (at - n0) / EDGE * GROUP * TILE_WORDS + row * EDGE,
+                                   bias ? bias + at : nullptr, smaller(n - at, EDGE), count - row,
+                                   out + (tile * EDGE + row) * n + at, n);
+            }
         }
-        product(panel, rows, Weight<T>{weight, bias, n, k}, out, n);
     }
+    operator delete(panel, std::align_val_t(64));
 }
 
 }  // namespace

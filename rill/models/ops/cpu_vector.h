@@ -1,4 +1,4 @@
-// What the CPU sources share: bf16, vectors of 16 floats, exp, one row of a norm, an activation or a rotation.
+// What the CPU sources share: bf16, vectors of 16 floats, exp, activations.
 //
 // T is float or bf16. All arithmetic is float; rounding to T happens where Hugging Face's modules round. -1e30 stands
 // for "masked": it stays finite through every subtraction.
@@ -115,53 +115,5 @@ inline float sum_lanes(vec v) {
     return x[0];
 }
 #endif
-
-template <class T>
-void norm_row(const T* x, const T* w, T* out, int64_t size, float eps, int gemma) {
-    float sum = 0.f;
-    for (int64_t i = 0; i < size; i++) {
-        float v = load(x + i);
-        sum += v * v;
-    }
-    float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
-    if (gemma) {
-        for (int64_t i = 0; i < size; i++) store(out + i, load(x + i) * scale * (1.0f + load(w + i)));
-    } else {
-        for (int64_t i = 0; i < size; i++) store(out + i, rounded(load(x + i) * scale, x) * load(w + i));
-    }
-}
-
-// h += x (when x is given), out = norm(h)
-template <class T>
-void add_norm_row(T* h, const T* x, const T* w, T* out, int64_t size, float eps, int gemma) {
-    if (x)
-        for (int64_t i = 0; i < size; i++) store(h + i, load(h + i) + load(x + i));
-    norm_row(h, w, out, size, eps, gemma);
-}
-
-template <class T>
-void rope_row(T* x, const T* cs, const T* sn, int64_t dim) {
-    int64_t half = dim / 2;
-    for (int64_t i = 0; i < half; i++) {
-        float a = load(x + i), b = load(x + i + half);
-        float c = load(cs + i), s = load(sn + i);
-        float c2 = load(cs + i + half), s2 = load(sn + i + half);
-        store(x + i, rounded(a * c, x) + rounded(-b * s, x));
-        store(x + i + half, rounded(b * c2, x) + rounded(a * s2, x));
-    }
-}
-
-// q, k and v of one token lie together: normalise (optional) and rotate q and k, put k and v into their slot.
-template <class T>
-void rope_store_row(T* qkv, const T* cs, const T* sn, const T* qw, const T* kw, float eps, T* key, T* value,
-                    int64_t heads, int64_t kv_heads, int64_t dim) {
-    for (int64_t h = 0; h < heads + kv_heads; h++) {
-        T* x = qkv + h * dim;
-        if (qw) norm_row(x, h < heads ? qw : kw, x, dim, eps, 0);
-        rope_row(x, cs, sn, dim);
-    }
-    std::memcpy(key, qkv + heads * dim, sizeof(T) * kv_heads * dim);
-    std::memcpy(value, qkv + (heads + kv_heads) * dim, sizeof(T) * kv_heads * dim);
-}
 
 }  // namespace
