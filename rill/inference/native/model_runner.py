@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,8 +28,8 @@ from rill.inference.native.sampler import likeliest, sample
 from rill.inference.native.scheduler import Chunk
 from rill.inference.native.sequence import ScoredSequence
 from rill.inference.native.weight_update import WeightTargets
-from rill.models.decode.attention_paged import FlatKernels, KVCache, PagedBatch, PagedContext, paged_context
-from rill.models.decode.decoder import Decoder, DecoderOps
+from rill.models.decode.attention_paged import DecoderOps, LayerCache, PagedBatch, PagedContext, paged_context
+from rill.models.decode.decoder import Decoder
 from rill.models.decode.quantized import Writer, quantize_stages, quantize_weights
 from rill.models.decode.shards import Shards
 from rill.models.decode.structure import read_structure
@@ -115,8 +116,8 @@ class ModelRunner:
         self.logit_rule = LogitRule.of(model.config)
         shapes = tuple((call.num_kv_heads, max(call.key_dim, call.value_dim)) for call in loaded.probe.calls)
         self.cache_shape = CacheShape(shapes, model.dtype, config.block_size)
-        self.cache = KVCache()
-        self.kernels: FlatKernels = TorchKernels()
+        self.cache: list[LayerCache] = []
+        self.kernels: DecoderOps = TorchKernels()
         self.decoder: Decoder | None = None
         self.routing: Routing | None = None
         """Every token's choice is kept beside its keys and values, where it is recorded."""
@@ -130,15 +131,14 @@ class ModelRunner:
         shape = self.cache_shape
         sizes = [(num_blocks, shape.block_size, heads, dim) for heads, dim in shape.layers]
         # Zeros, not garbage: a masked score of NaN is still NaN, so unwritten slots must be finite.
-        self.cache.keys, self.cache.values = (
-            [torch.zeros(size, dtype=shape.dtype, device=self.device) for size in sizes] for _ in range(2)
-        )
+        zeros = partial(torch.zeros, dtype=shape.dtype, device=self.device)
+        self.cache = [LayerCache(zeros(size), zeros(size)) for size in sizes]
         if self.routing is not None and self._num_chosen:
             size = (num_blocks * shape.block_size, self.routing.num_layers, self._num_chosen)
             self._experts_SLK = torch.full(size, UNKNOWN, dtype=torch.int16, device=self.device)
 
     def free_cache(self) -> None:
-        self.cache.keys, self.cache.values = [], []
+        self.cache = []
         self._experts_SLK = None
         if self.vision is not None:
             self.vision.forget()

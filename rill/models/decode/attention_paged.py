@@ -8,7 +8,7 @@ keys and values into their slots and attends each sequence to its own blocks:
         model(input_ids=ids_1N, position_ids=positions_1N, use_cache=False)
 
 All of a layer's writes come before its reads, so sequences of one batch may share blocks that the batch itself
-writes. The arithmetic is behind `FlatKernels` (rill.models.ops).
+writes. The arithmetic is behind `DecoderOps` (rill.models.ops).
 
 Axes: N token of the flat batch, B sequence, H query head, K key/value head, D head dimension, S block slot,
 M block-table column.
@@ -17,16 +17,16 @@ M block-table column.
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from rill.models.decode.decode_work import DecodeWork
+from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.eager import ScoreRule
 
 ATTENTION_NAME = "rill_paged"
@@ -47,12 +47,11 @@ class PagedBatch:
     prefill_tiles: Tensor | None = None  # int32 [tiles, 2]: sequence and offset of its queries
 
 
-@dataclass(slots=True)
-class KVCache:
-    """keys[layer] and values[layer] are [num_blocks, block_size, K, D]."""
+class LayerCache(NamedTuple):
+    """[num_blocks, block_size, K, D] each; of one width."""
 
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    keys: Tensor
+    values: Tensor
 
 
 class CacheRows(NamedTuple):
@@ -66,27 +65,33 @@ class CacheRows(NamedTuple):
     values: Tensor
 
 
-class FlatKernels(Protocol):
-    """What a device must provide. Keys and values of a layer have one width."""
+class DecoderOps(Protocol):
+    """The operations of a decoder, on one kind of device."""
 
-    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def add_norm(self, hidden: Tensor, addend: Tensor | None, norm: Norm) -> Tensor:
+        """hidden += addend, in place; returns norm(hidden), which is not centered."""
+        ...
+
+    def act_mul(self, gate_up: Tensor, *, gelu: bool) -> Tensor: ...
+
+    def rope_store(self, qkv: Tensor, rows: CacheRows, num_heads: int, norms: HeadNorms | None) -> None:
+        """Queries are normed and turned in place; keys, likewise, and values go to their slots of the cache."""
+        ...
+
     def attend(
-        self,
-        query_NW: Tensor,
-        num_heads: int,
-        keys: Tensor,
-        values: Tensor,
-        batch: PagedBatch,
-        rule: ScoreRule,
+        self, query_NW: Tensor, num_heads: int, cache: LayerCache, batch: PagedBatch, rule: ScoreRule
     ) -> Tensor:
         """[N, H, D]. `query_NW`: rows that begin with num_heads queries."""
+        ...
 
 
 @dataclass(slots=True)
 class PagedContext:
     batch: PagedBatch
-    cache: KVCache
-    kernels: FlatKernels
+    cache: list[LayerCache]
+    kernels: DecoderOps
 
 
 _ACTIVE = threading.local()
@@ -113,7 +118,7 @@ def paged_attention_forward(
     """transformers' attention interface: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
     context: PagedContext = _ACTIVE.context
     layer: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = context.cache.keys[layer], context.cache.values[layer]
+    keys, values = cache = context.cache[layer]
     value_dim = value.shape[-1]
     if value_dim < values.shape[-1]:  # narrower than keys, as in multi-head latent attention
         value = torch.nn.functional.pad(value, (0, values.shape[-1] - value_dim))
@@ -121,7 +126,7 @@ def paged_attention_forward(
     values.view(-1, *values.shape[2:]).index_copy_(0, context.batch.slots_N, value[0].transpose(0, 1))
     rule = ScoreRule.of(key, **arguments)
     query_NW = query[0].transpose(0, 1).flatten(1).contiguous()
-    out_NHD = context.kernels.attend(query_NW, query.shape[1], keys, values, context.batch, rule)
+    out_NHD = context.kernels.attend(query_NW, query.shape[1], cache, context.batch, rule)
     return out_NHD[None, ..., :value_dim], None
 
 

@@ -16,35 +16,19 @@ Axes: N token of the flat batch, E hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rill.models.decode.attention_paged import CacheRows, FlatKernels, KVCache, PagedBatch
-from rill.models.decode.structure import MLP, HeadNorms, Layer, LinearFn, Norm, Projection, Structure
+from rill.models.decode.attention_paged import CacheRows, DecoderOps, LayerCache, PagedBatch
+from rill.models.decode.structure import MLP, Layer, LinearFn, Norm, Projection, Structure
 from rill.models.decode.tensor_group import TensorGroup
 from rill.models.ops.fp8 import Activations, ProductScales
 
 if TYPE_CHECKING:
     from rill.models.decode.low_rank import AdapterRows
     from rill.models.vision import VisualRows
-
-
-class DecoderOps(FlatKernels, Protocol):
-    """The operations of a decoder, on one kind of device."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
-
-    def add_norm(self, hidden: Tensor, addend: Tensor | None, norm: Norm) -> Tensor:
-        """hidden += addend, in place; returns norm(hidden), which is not centered."""
-        ...
-
-    def act_mul(self, gate_up: Tensor, *, gelu: bool) -> Tensor: ...
-
-    def rope_store(self, qkv: Tensor, rows: CacheRows, num_heads: int, norms: HeadNorms | None) -> None:
-        """Queries are normed and turned in place; keys, likewise, and values go to their slots of the cache."""
-        ...
 
 
 class Decoder:
@@ -66,7 +50,7 @@ class Decoder:
         ids_N: Tensor,
         positions_N: Tensor,
         batch: PagedBatch,
-        cache: KVCache,
+        cache: list[LayerCache],
         *,
         stages: KernelStages | None = None,
         adapters: AdapterRows | None = None,
@@ -93,10 +77,10 @@ class Decoder:
         x: Activations = self._normed(hidden, layers[0].before_attention)
         for layer in layers:
             entered = x
-            call, keys, values = layer.call, cache.keys[layer.index], cache.values[layer.index]
-            rows = CacheRows(*ropes[layer.rope], positions_N, batch.slots_N, keys, values)
+            call, held = layer.call, cache[layer.index]
+            rows = CacheRows(*ropes[layer.rope], positions_N, batch.slots_N, *held)
             query = stages.queries(x, layer, rows)
-            attended = self.ops.attend(query, call.num_heads, keys, values, batch, call.rule).flatten(1)
+            attended = self.ops.attend(query, call.num_heads, held, batch, call.rule).flatten(1)
             scale = layer.residual_scale
             x = stages.join(attended, layer.out, hidden, layer.after_attention, layer.before_mlp, scale)
             if layer.is_parallel:

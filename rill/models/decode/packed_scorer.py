@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rill.errors import UnsupportedError
-from rill.models.decode.attention_paged import KVCache, PagedBatch
+from rill.models.decode.attention_paged import LayerCache, PagedBatch
 from rill.models.decode.decode_work import Array, DecodeWork, work_in_runs
 from rill.models.decode.decoder import Decoder
 from rill.models.decode.structure import read_structure
@@ -88,10 +88,8 @@ class PackedScorer:
         calls = self._probe.calls
         size = (int(firsts[-1]), BLOCK_SIZE, calls[0].num_kv_heads, calls[0].key_dim)
         # Zeros, not garbage: a masked score of NaN is still NaN. One layer's are read before the next one's are made.
-        keys, values = (
-            torch.zeros(size, dtype=self._head.weight.dtype, device=self._device) for _ in range(2)
-        )
-        cache = KVCache([keys] * len(calls), [values] * len(calls))
+        like = self._head.weight
+        cache = [LayerCache(like.new_zeros(size), like.new_zeros(size))] * len(calls)
         slots, on_device = torch.from_numpy(slots_N), torch.from_numpy(tables).to(self._device)
         if self._device.type == "cuda":
             batch = _rows(lengths, positions_N.astype(np.int32), slots.to(self._device), on_device)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from rill.errors import UnsupportedError
-from rill.models.decode.attention_paged import CacheRows
-from rill.models.decode.decoder import Decoder, DecoderOps, KernelStages
+from rill.models.decode.attention_paged import CacheRows, DecoderOps
+from rill.models.decode.decoder import Decoder, KernelStages
 from rill.models.decode.structure import Layer, Projection, Structure
 from rill.models.ops.fp8 import Activations, Fp8Rows, ProductScales, multiplies_fp8, rounded, rounded_plain
 from rill.models.ops.int4 import check_groups, rounded_int4

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rill.models.decode.attention_paged import CacheRows, PagedBatch
+from rill.models.decode.attention_paged import CacheRows, LayerCache, PagedBatch
 from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.eager import ScoreRule
 from rill.models.ops.cpu_build import load_library
@@ -102,14 +102,9 @@ class CpuKernels(TorchKernels):
         )  # fmt: skip
 
     def attend(
-        self,
-        query_NW: Tensor,
-        num_heads: int,
-        keys: Tensor,
-        values: Tensor,
-        batch: PagedBatch,
-        rule: ScoreRule,
+        self, query_NW: Tensor, num_heads: int, cache: LayerCache, batch: PagedBatch, rule: ScoreRule
     ) -> Tensor:
+        keys, values = cache
         _, block_size, kv_heads, dim = keys.shape
         out = query_NW.new_empty(len(query_NW), num_heads, dim)
         tables = batch.block_tables_BM

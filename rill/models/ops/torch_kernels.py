@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rill.models.decode.attention_paged import CacheRows, FlatKernels, PagedBatch
+from rill.models.decode.attention_paged import CacheRows, LayerCache, PagedBatch
 from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.eager import ScoreRule
 
@@ -19,7 +19,7 @@ GATHER_BYTES = 64 << 20
 """Of keys, that single tokens attend to at one time: rows are gathered from their blocks and padded."""
 
 
-class TorchKernels(FlatKernels):
+class TorchKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias; on the CPU summed in float32, which is also faster than what 16 bits have there."""
         if x.device.type == "cpu" and x.dtype != torch.float32:
@@ -55,14 +55,9 @@ class TorchKernels(FlatKernels):
         rows.values.view(-1, kv_heads, dim)[rows.slots_N] = v
 
     def attend(
-        self,
-        query_NW: Tensor,
-        num_heads: int,
-        keys: Tensor,
-        values: Tensor,
-        batch: PagedBatch,
-        rule: ScoreRule,
+        self, query_NW: Tensor, num_heads: int, cache: LayerCache, batch: PagedBatch, rule: ScoreRule
     ) -> Tensor:
+        keys, values = cache
         block_size, dim = keys.shape[1], keys.shape[3]
         query_NHD = query_NW.view(len(query_NW), -1, dim)[:, :num_heads].contiguous()
         out = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rill.models.decode.attention_paged import CacheRows, FlatKernels, PagedBatch
+from rill.models.decode.attention_paged import CacheRows, LayerCache, PagedBatch
 from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.eager import ScoreRule
 from rill.models.ops.fp8 import NO_SCALES, Activations, Fp8Rows, ProductScales, values_and_scales
@@ -289,7 +289,7 @@ def add_norm(
     return made
 
 
-class TritonKernels(FlatKernels):
+class TritonKernels:
     """DecoderOps on CUDA."""
 
     def __init__(
@@ -349,14 +349,9 @@ class TritonKernels(FlatKernels):
         )  # fmt: skip
 
     def attend(
-        self,
-        query_NW: Tensor,
-        num_heads: int,
-        keys: Tensor,
-        values: Tensor,
-        batch: PagedBatch,
-        rule: ScoreRule,
+        self, query_NW: Tensor, num_heads: int, cache: LayerCache, batch: PagedBatch, rule: ScoreRule
     ) -> Tensor:
+        keys, values = cache
         _, block_size, kv_heads, dim = keys.shape
         out = query_NW.new_empty(len(query_NW), num_heads, dim)
         tables, rows, lens = batch.block_tables_BM, batch.table_rows_B, batch.context_lens_B

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rill.models.decode.attention_paged import CacheRows, PagedBatch
+from rill.models.decode.attention_paged import CacheRows, LayerCache, PagedBatch
 from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.eager import ScoreRule
 from rill.models.ops.cpu_kernels import CpuKernels, load_cpu_kernels
@@ -59,7 +59,7 @@ def test_attention_over_pages_equals_attention_over_gathered_keys(
         one = query[starts[row] : starts[row] + count]
         rows.append(attend_one(one, key, value, rule))
     for ops in (TorchKernels(), kernels):
-        found = ops.attend(query.flatten(1), query.shape[1], keys, values, batch, rule)
+        found = ops.attend(query.flatten(1), query.shape[1], LayerCache(keys, values), batch, rule)
         torch.testing.assert_close(found, torch.cat(rows), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rill.models.decode.attention_paged import CacheRows, PagedBatch
+from rill.models.decode.attention_paged import CacheRows, LayerCache, PagedBatch
 from rill.models.decode.decode_work import DecodeWork, work_in_runs
 from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.eager import ScoreRule
@@ -199,7 +199,7 @@ def test_attention_over_keys_and_values_of_8_bits(window: int) -> None:
     )
     rule = ScoreRule(dim**-0.5, window)
     out = kernels().attend(  # type: ignore[attr-defined]
-        query, heads, keys, values, batch, rule
+        query, heads, LayerCache(keys, values), batch, rule
     )
     for row, (begin, end) in enumerate(((0, 1), (1, 2), (2, 22))):
         blocks = tables[row, : counts[row]].long().to(DEVICE)
