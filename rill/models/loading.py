@@ -24,16 +24,7 @@ if TYPE_CHECKING:
 
 CHARS = "chars"
 """The name of the built-in character tokenizer."""
-VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "*vocab*",
-    "*.tiktoken",
-    "*.spm",
-    "*.bpe.model",
-    "tekken.json",
-    "spiece.model",
-)
+VOCABULARIES = ("tokenizer.json", "tekken.json", "*.model", "*.tiktoken", "*.spm", "*vocab*")
 """Files, one of which every tokenizer's folder holds."""
 VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Models whose pictures are served and trained: rill.models.vision."""

@@ -35,7 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 @functools.cache
 def load_cpu_kernels() -> CpuKernels | None:
     """The kernels, built if need be; None where they cannot be."""
-    library = load_library("cpu_kernels")
+    library = load_library()
     return None if library is None else CpuKernels(library)
 
 
