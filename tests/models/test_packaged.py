@@ -33,14 +33,14 @@ def test_a_model_is_unpacked_once_and_a_failed_attempt_leaves_nothing(
 ) -> None:
     made: list[Path] = []
 
-    def unpack(source: Path, folder: Path, install: str) -> None:
+    def unpack(source: Path, folder: Path) -> None:
         made.append(folder)
         (folder / "model.safetensors").write_text("half")
         if len(made) == 1:
             raise OSError("disk full")
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(packaged, "_find", lambda model, name: tmp_path / "x.gguf")
+    monkeypatch.setattr(packaged, "_find", lambda: tmp_path / "x.gguf")
     monkeypatch.setattr(packaged, "_unpack", unpack)
     with pytest.raises(OSError, match="disk full"):
         packaged.packaged_folder(NAME)
