@@ -6,8 +6,6 @@ critic predicts 0 and a new reward model prefers nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -15,16 +13,11 @@ from torch import Tensor, nn
 class ValueHead(nn.Module):
     """hidden → one float32 number."""
 
-    def __init__(self, width: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.weight = nn.Parameter(torch.zeros(1, width))
+        self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden_KD: Tensor) -> Tensor:
         # In float32 whatever the decoder computes in: values of nearby states differ in few bits.
         return hidden_KD.float() @ self.weight[0].float() + self.bias.float()
-
-
-def hidden_width(model_config: Any) -> int:
-    width: int = model_config.get_text_config().hidden_size
-    return width

@@ -24,17 +24,16 @@ from rill.models.eager import (
     decoder_of,
     difference,
     eager_logits,
-    has_tower,
     probe_model,
 )
-from rill.models.loading import ModelConfig, load_model
+from rill.models.loading import ModelConfig, load_model, reads_pictures
 from rill.models.pictures import load_pictures, rope_positions
 from rill.models.routing import Routing
 from rill.models.train import attention_packed
 from rill.models.train.head import CHUNK_BYTES, KEEP_BYTES, chosen_logprobs
 from rill.models.train.packed_layout import PackedLayout, Segment, build_layout, can_use_flash
 from rill.models.train.products import GradientSums
-from rill.models.value_head import ValueHead, hidden_width
+from rill.models.value_head import ValueHead
 from rill.models.vision import PictureRows, PictureSpan, VisionTower, VisualRows, check_picture
 from rill.training.packing import Pack
 
@@ -57,7 +56,7 @@ class PackedModule(nn.Module):
 
     def see(self, config: ModelConfig, *, is_frozen: bool) -> None:
         """Show it pictures, where it can look at them. `is_frozen`: the tower stays as it is."""
-        if not has_tower(self.lm):
+        if not reads_pictures(self.lm.config):
             return
         reader = load_pictures(config)
         assert reader is not None
@@ -160,9 +159,8 @@ class ValueModule(PackedModule):
         self.lm = lm
         lm.set_output_embeddings(None)
         embedding = lm.get_input_embeddings().weight
-        self.value_head = ValueHead(hidden_width(lm.config)).to(
-            device=embedding.device, dtype=embedding.dtype
-        )
+        width: int = lm.config.get_text_config().hidden_size
+        self.value_head = ValueHead(width).to(device=embedding.device, dtype=embedding.dtype)
         if head_file is not None and head_file.exists():
             self.value_head.load_state_dict(load_file(head_file))
 
