@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rill.errors import UnsupportedError
-from rill.models.loading import VISION_TYPES
+from rill.models.loading import reads_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -216,12 +216,7 @@ def check_tokens(model: PreTrainedModel) -> Tensor:
 
 def decoder_of(model: Any) -> Any:
     """The module from embeddings to last hidden states: a vision-language model has it beside its tower."""
-    return model.base_model.language_model if has_tower(model) else model.base_model
-
-
-def has_tower(model: Any) -> bool:
-    """Whether rill.models.vision can show it pictures."""
-    return model.config.model_type in VISION_TYPES
+    return model.base_model.language_model if reads_pictures(model.config) else model.base_model
 
 
 def decoder_blocks(model: Any) -> nn.ModuleList:

@@ -107,6 +107,7 @@ def load_model(
 
 
 def reads_pictures(model_config: PretrainedConfig) -> bool:
+    """Whether it has a tower, and rill.models.vision can show it pictures."""
     return model_config.model_type in VISION_TYPES
 
 

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rill.errors import ConfigError, UnsupportedError, WeightSyncError
-from rill.models.eager import has_tower
+from rill.models.loading import reads_pictures
 from rill.training.experts import spread_experts
 
 T = TypeVar("T")
@@ -231,7 +231,7 @@ def apply_tensor_parallel(model: Any, world: World) -> None:
 
     assert world.mesh is not None
     config = model.config.get_text_config()
-    if has_tower(model):
+    if reads_pictures(model.config):
         raise UnsupportedError(
             f"{model.config.model_type}: a model with a vision tower needs tensor_parallel = 1"
         )

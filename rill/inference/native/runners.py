@@ -14,8 +14,8 @@ from rill.inference.native.self_check import Case, check_quantized, check_runner
 from rill.models.decode.attention_paged import register_paged_attention
 from rill.models.decode.shards import shard_model
 from rill.models.decode.tensor_group import TensorGroup
-from rill.models.eager import has_tower, probe_model
-from rill.models.loading import DTYPES, attention_of_parts, check_interface, load_model
+from rill.models.eager import probe_model
+from rill.models.loading import DTYPES, attention_of_parts, check_interface, load_model, reads_pictures
 from rill.models.pictures import load_pictures
 from rill.models.routing import Routing
 from rill.models.vision import VisionTower
@@ -73,7 +73,7 @@ def load_runner(
     if config.routed_experts:
         runner.routing = Routing(own)
         runner.routing.is_recording = True
-    if has_tower(own):
+    if reads_pictures(own.config):
         reader = load_pictures(config.model)
         assert reader is not None
         runner.vision = VisionTower(own, reader)

@@ -22,7 +22,8 @@ from rill.inference.native.batch import BatchBuilder, Int64s
 from rill.inference.native.model_runner import ModelRunner, refusal
 from rill.inference.native.scheduler import Chunk, Work
 from rill.inference.native.sequence import Sequence
-from rill.models.eager import TOLERANCES, check_tokens, difference, eager_logits, has_tower
+from rill.models.eager import TOLERANCES, check_tokens, difference, eager_logits
+from rill.models.loading import reads_pictures
 from rill.models.pictures import rope_positions
 from rill.models.vision import CheckPicture, check_picture
 
@@ -47,7 +48,7 @@ def expected_logits(model: PreTrainedModel, max_len: int) -> list[Case]:
     numbers = ids[0].cpu().numpy().astype(np.int64)
     firsts = sorted({0, max_len - len(numbers)})
     cases: list[Case] = [(numbers, first, eager_logits(model, ids, first)) for first in firsts]
-    if has_tower(model) and len(numbers) == CUTS[-1]:
+    if reads_pictures(model.config) and len(numbers) == CUTS[-1]:
         shown = check_picture(model, ids)
         logits = eager_logits(model, shown.ids_1T, shown=shown.arguments)
         cases.append((shown.ids_1T[0].cpu().numpy().astype(np.int64), shown, logits))

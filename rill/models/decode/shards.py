@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from rill.errors import ConfigError, UnsupportedError
 from rill.models.decode.structure import MLP, Layer, Projection, read_mlp, read_structure
 from rill.models.decode.tensor_group import TensorGroup
-from rill.models.eager import Probe, has_tower
-from rill.models.loading import empty_model
+from rill.models.eager import Probe
+from rill.models.loading import empty_model, reads_pictures
 from rill.models.routing import expert_blocks, is_stacked
 
 if TYPE_CHECKING:
@@ -70,12 +70,11 @@ class Shards:
 def check_divides(model_config: PretrainedConfig, size: int) -> None:
     """Before anything is loaded: ConfigError or UnsupportedError where the model cannot be spread like that."""
     kind = model_config.model_type
-    empty = empty_model(model_config)
-    if has_tower(empty):
+    if reads_pictures(model_config):
         raise UnsupportedError(
             f"tensor_parallel_size {size}: {kind!r} has a vision tower, which stays on one device"
         )
-    blocks = expert_blocks(empty)
+    blocks = expert_blocks(empty_model(model_config))
     for block in blocks:
         _expert_cuts(block, size, kind)
     values = model_config.get_text_config().to_dict()
