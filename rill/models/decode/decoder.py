@@ -67,18 +67,18 @@ class Decoder:
         hidden = structure.embed(ids_N)
         if structure.embed_scale != 1.0:
             hidden = hidden * structure.embed_scale
-        ropes, deep = structure.ropes, 0
+        shown_rope, deep = None, 0
         if visual is not None:
             hidden = hidden.index_copy(0, visual.rows_P, visual.features_DPE[0])
             # A table with a row for each token, in place of one for each position.
-            ropes = [structure.turned_by(visual.positions_3N)]
+            shown_rope = structure.turned_by(visual.positions_3N)
             positions_N = torch.arange(len(ids_N), dtype=positions_N.dtype, device=positions_N.device)
             deep = len(visual.features_DPE) - 1
         x: Activations = self._normed(hidden, layers[0].before_attention)
         for layer in layers:
             entered = x
             call, held = layer.call, cache[layer.index]
-            rows = CacheRows(*ropes[layer.rope], positions_N, batch.slots_N, *held)
+            rows = CacheRows(*(shown_rope or layer.rope), positions_N, batch.slots_N, *held)
             query = stages.queries(x, layer, rows)
             attended = self.ops.attend(query, call.num_heads, held, batch, call.rule).flatten(1)
             scale = layer.residual_scale

@@ -13,6 +13,7 @@ Parameters stay the modules' own. q/k/v and gate/up projections share one storag
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ NORM_ORDERS = (
 read what it gives, side by side."""
 
 LinearFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+RopeTable = tuple[Tensor, Tensor]
+"""Cosines and sines [max_len, D] in the model's precision."""
 
 
 @dataclass(slots=True)
@@ -93,8 +96,6 @@ class Projection:
     """Of a weight of 8 bits, one for each row; those of one module are the same."""
 
     def __call__(self, x: Tensor, linear: LinearFn) -> Tensor:
-        if len(self.modules) == 1:
-            return linear(x, self.modules[0].weight, self.modules[0].bias)
         if self.weight is not None:
             return linear(x, self.weight, self.bias)
         return torch.cat([linear(x, m.weight, m.bias) for m in self.modules], dim=-1)
@@ -114,8 +115,7 @@ class Layer:
     qkv: Projection
     out: Projection
     head_norms: HeadNorms | None
-    rope: int
-    """Which of the structure's tables."""
+    rope: RopeTable
     turn: Turn | None
     """Done before, where no table does it."""
     mlp: MLP | nn.Module
@@ -151,11 +151,9 @@ class Structure:
     embed_scale: float
     layers: list[Layer]
     final_norm: Norm
-    ropes: list[tuple[Tensor, Tensor]]
-    """Cosines and sines [max_len, D] in the model's precision."""
     rotary: nn.Module
 
-    def turned_by(self, positions_3N: Tensor) -> tuple[Tensor, Tensor]:
+    def turned_by(self, positions_3N: Tensor) -> RopeTable:
         """Cosines and sines [N, D] of tokens that stand in time, height and width."""
         cos, sin = self.rotary(self.final_norm.weight, positions_3N[:, None])
         return cos[0].contiguous(), sin[0].contiguous()
@@ -184,7 +182,7 @@ def read_structure(model: PreTrainedModel, probe: Probe, *, fuse: bool, max_len:
             return None
         layers.append(layer)
     final_norm.is_last = True
-    return Structure(embed, scale, layers, final_norm, tables.made, backbone.rotary_emb)
+    return Structure(embed, scale, layers, final_norm, backbone.rotary_emb)
 
 
 def _layer(index: int, block: Any, probe: Probe, tables: _RopeTables, *, fuse: bool) -> Layer | None:
@@ -303,45 +301,35 @@ class _RopeTables:
             self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
         )
         self._like, self._max_len = like, max_len
-        self.made: list[tuple[Tensor, Tensor]] = []
-        self._at: dict[tuple[str, int], int] = {}
-        self._turns: dict[tuple[str, int], Turn] = {}
-        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        self._pairs = functools.cache(self._make_pairs)
+        self._tables = functools.cache(self._make_table)
+        self._turns = functools.cache(lambda kind, dim, way: _turn(*self._pairs(kind), dim, way))
 
-    def find(self, layer: int, plain_THD: Tensor, turned_THD: Tensor) -> tuple[int, Turn | None] | None:
-        """Which table, and what is done before it: found by trying what the layer made of its queries."""
+    def find(self, layer: int, plain_THD: Tensor, turned_THD: Tensor) -> tuple[RopeTable, Turn | None] | None:
+        """The table, and what is done before it: found by trying what the layer made of its queries."""
         kind = self._kinds[layer] if self._takes_kind and self._kinds else ""
-        if kind not in self._pairs:
-            self._pairs[kind] = self._make_pairs(kind)
-        cos_LP, sin_LP = self._pairs[kind]
+        cos_LP, sin_LP = self._pairs(kind)
         dim, size = plain_THD.shape[2], cos_LP.shape[1]
-        pair, none = torch.arange(size, device=cos_LP.device), torch.arange(0, device=cos_LP.device)
-        ways = {"off": (none, none), "halves": (pair, pair + size), "neighbours": (2 * pair, 2 * pair + 1)}
         if 2 * size > dim:
             return None
         errors: dict[str, float] = {}
-        for way, places in ways.items():
+        for way in ("off", "halves", "neighbours"):
             found_THD = plain_THD.clone()
-            _turn(cos_LP[:2], sin_LP[:2], dim, *places)(found_THD, torch.arange(2, device=pair.device))
+            _turn(cos_LP[:2], sin_LP[:2], dim, way)(found_THD, torch.arange(2, device=cos_LP.device))
             errors[way] = float((found_THD - turned_THD).norm() / turned_THD.norm().clamp(min=1e-6))
         way = min(errors, key=lambda each: errors[each])
         if errors[way] > 0.02:
             return None
         if way == "halves" and 2 * size == dim:
-            return self._table(kind, torch.cat((cos_LP, cos_LP), -1), torch.cat((sin_LP, sin_LP), -1)), None
-        off = self._table("off", cos_LP.new_ones(len(cos_LP), dim), sin_LP.new_zeros(len(sin_LP), dim))
-        if way == "off":
-            return off, None
-        if (kind, dim) not in self._turns:
-            self._turns[kind, dim] = _turn(cos_LP, sin_LP, dim, *ways[way])
-        return off, self._turns[kind, dim]
+            return self._tables(dim, kind), None
+        return self._tables(dim, None), None if way == "off" else self._turns(kind, dim, way)
 
-    def _table(self, kind: str, cos: Tensor, sin: Tensor) -> int:
-        key = (kind, cos.shape[1])
-        if key not in self._at:
-            self._at[key] = len(self.made)
-            self.made.append((cos, sin))
-        return self._at[key]
+    def _make_table(self, dim: int, kind: str | None) -> RopeTable:
+        """None: it does not turn."""
+        if kind is None:
+            return self._like.new_ones(self._max_len, dim), self._like.new_zeros(self._max_len, dim)
+        cos_LP, sin_LP = self._pairs(kind)
+        return torch.cat((cos_LP, cos_LP), -1), torch.cat((sin_LP, sin_LP), -1)
 
     def _make_pairs(self, kind: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines, one for each pair of numbers that turn together."""
@@ -357,11 +345,15 @@ class _RopeTables:
         return cos[0], sin[0]
 
 
-def _turn(cos_LP: Tensor, sin_LP: Tensor, dim: int, first_P: Tensor, second_P: Tensor) -> Turn:
-    """Of the numbers at these places of a head; what has no place stays."""
+def _turn(cos_LP: Tensor, sin_LP: Tensor, dim: int, way: str) -> Turn:
+    """Of the first numbers of a head, of which the halves or neighbours are pairs; the others stay."""
     cos_LD, sin_LD = cos_LP.new_ones(len(cos_LP), dim), sin_LP.new_zeros(len(sin_LP), dim)
     partner_D = torch.arange(dim, device=cos_LP.device)
-    if len(first_P):
+    size = 0 if way == "off" else cos_LP.shape[1]
+    step, ahead = (1, size) if way == "halves" else (2, 1)
+    if size:
+        first_P = step * partner_D[:size]
+        second_P = first_P + ahead
         cos_LD[:, first_P], cos_LD[:, second_P] = cos_LP, cos_LP
         sin_LD[:, first_P], sin_LD[:, second_P] = -sin_LP, sin_LP
         partner_D[first_P], partner_D[second_P] = second_P, first_P
