@@ -87,7 +87,7 @@ def test_tiles_cover_every_query_and_key_once_dearest_first() -> None:
     ):
         covered = np.concatenate(
             [
-                np.arange(t[start] + t[4] * size, t[start] + min(t[start + 1], (t[4] + 1) * size))
+                np.arange(t[start] + t[5] * size, t[start] + min(t[start + 1], (t[5] + 1) * size))
                 for t in tiles
             ]
         )
