@@ -67,7 +67,6 @@ class PaddedGroup:
 class PackedLayout:
     """Everything attention needs to know of one pack; built once, used by every layer."""
 
-    segments: tuple[Segment, ...]
     cu_queries: Tensor
     """int32 [S + 1], cumulative query lengths."""
     cu_keys: Tensor
@@ -118,7 +117,6 @@ def build_layout(
     ends = np.cumsum([[0, *query_lengths], [0, *key_lengths]], axis=1).astype(np.int32)
     cu_queries, cu_keys = copy_in(ends, device)
     return PackedLayout(
-        segments=tuple(segments),
         cu_queries=cu_queries,
         cu_keys=cu_keys,
         max_queries=_next_power_of_two(max(query_lengths)),
