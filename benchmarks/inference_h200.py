@@ -441,6 +441,7 @@ def fp8_products() -> None:
 
 def fp8_attention() -> None:
     """Decode attention of 256 sequences with 280 tokens each, over keys and values of 16 and of 8 bits."""
+    from rill.models.decode.attention_paged import LayerCache
     from rill.models.decode.decode_work import DecodeWork, work_in_runs
     from rill.models.eager import ScoreRule
     from rill.models.ops.triton_decode import DecodeAttention
@@ -460,8 +461,7 @@ def fp8_attention() -> None:
 
     def run(i: int, *, held: torch.Tensor) -> torch.Tensor:
         out = torch.empty(rows, 12, 128, dtype=torch.bfloat16, device="cuda")
-        keys, values = held[i]
-        attend(query, keys, values, tables, work, out, ScoreRule(128**-0.5))
+        attend(query, LayerCache(*held[i]), tables, work, out, ScoreRule(128**-0.5))
         return out.view(rows, -1)
 
     variants = {

@@ -37,6 +37,7 @@ from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
 from rill.models.decode.skinny import MAX_ROWS, SkinnyStages
 from rill.models.ops import triton_experts
 from rill.models.ops.invariant import invariant_linear
+from rill.models.ops.triton_decode import DecodeAttention
 from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels
 from rill.models.ops.triton_logprob import token_logprobs
 from rill.models.vision import VisualRows
@@ -66,14 +67,14 @@ class CudaRunner(ModelRunner):
                 f"its layers differ in heads or their width ({sorted(kinds)}), which CUDA's kernels lack",
             )
         (num_heads, num_kv_heads, head_dim), = kinds  # fmt: skip
-        kernels = TritonKernels(
+        decode = DecodeAttention(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_num_seqs=max_num_seqs,
+            max_rows=max_num_seqs,
             device=device,
         )
-        self.use_kernels(kernels, fast_path=config.fast_path)
+        self.use_kernels(TritonKernels(decode), fast_path=config.fast_path)
         self._skinny: SkinnyStages | None = None
         decoder, weight = self.decoder, self.head.weight
         # Its kernels join a product with what follows, and between ranks a sum comes in between.

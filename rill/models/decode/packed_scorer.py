@@ -106,16 +106,17 @@ def _build(model: PreTrainedModel, probe: Probe, max_len: int) -> Decoder | None
         return None
     call = probe.calls[0]
     if model.device.type == "cuda":
+        from rill.models.ops.triton_decode import DecodeAttention
         from rill.models.ops.triton_kernels import TritonKernels
 
-        kernels = TritonKernels(
+        decode = DecodeAttention(
             num_heads=call.num_heads,
             num_kv_heads=call.num_kv_heads,
             head_dim=call.key_dim,
-            max_num_seqs=ROWS_AT_ONCE,
+            max_rows=ROWS_AT_ONCE,
             device=model.device,
         )
-        return Decoder(structure, kernels, invariant_linear)
+        return Decoder(structure, TritonKernels(decode), invariant_linear)
     plain = load_cpu_kernels()
     if plain is None or not CpuKernels.supports(model.dtype, call.key_dim):
         return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rill.models.decode.attention_paged import LayerCache
 from rill.models.decode.decode_work import GROUP_ROWS, MAX_PIECES, TILE, WORDS, DecodeWork
 from rill.models.eager import ScoreRule
 from rill.models.ops.triton_fp8 import as_read, widened_pairs
@@ -193,17 +194,16 @@ class DecodeAttention:
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
     ) -> None:
         self._heads, self._kv_heads = num_heads, num_kv_heads
-        self._dim, self._dim_padded = head_dim, max(16, power_of_2(head_dim))
+        self._dim, self.dim_padded = head_dim, max(16, power_of_2(head_dim))
         parts = max_rows * num_heads * MAX_PIECES
-        self._part = torch.empty(parts * self._dim_padded, dtype=torch.float32, device=device)
+        self._part = torch.empty(parts * self.dim_padded, dtype=torch.float32, device=device)
         self._stat = torch.empty(parts * 2, dtype=torch.float32, device=device)
         self._count = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
 
     def __call__(
         self,
         query_BW: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        cache: LayerCache,
         tables: Tensor,
         work: DecodeWork,
         out: Tensor,
@@ -211,8 +211,8 @@ class DecodeAttention:
     ) -> None:
         """The rows of `out` that the work names."""
         scale, window, softcap, sinks_H = rule
-        group, block_size = self._heads // self._kv_heads, keys.shape[1]
-        keys, values, widen = as_read(keys, values, query_BW)
+        group, block_size = self._heads // self._kv_heads, cache.keys.shape[1]
+        keys, values, widen = as_read(*cache, query_BW)
         joined = max(2, power_of_2(group))
 
         def launch(entries: Tensor, run: tuple[int, int, int], **rows: int) -> None:
@@ -220,7 +220,7 @@ class DecodeAttention:
             _decode[(num_entries * self._kv_heads,)](
                 query_BW, query_BW.shape[1], keys, values, tables, tables.stride(0), entries, first_entry, first_row,
                 work.members, out, self._part, self._stat, self._count, sinks_H, scale, window, softcap,
-                H=self._heads, K=self._kv_heads, D=self._dim, DP=self._dim_padded, GJ=joined, BLOCK_SIZE=block_size,
+                H=self._heads, K=self._kv_heads, D=self._dim, DP=self.dim_padded, GJ=joined, BLOCK_SIZE=block_size,
                 TILE=TILE, MAX_PIECES=MAX_PIECES, WORDS=WORDS, HAS_WINDOW=window > 0, HAS_CAP=softcap > 0,
                 HAS_SINKS=sinks_H is not None, WIDEN=widen, PRECISION=precision(query_BW.dtype),
                 num_stages=self.num_stages[widen] if query_BW.dtype.itemsize == 2 else 2,

@@ -292,17 +292,8 @@ def add_norm(
 class TritonKernels:
     """DecoderOps on CUDA."""
 
-    def __init__(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int, device: torch.device
-    ) -> None:
-        self._dim_padded = max(16, power_of_2(head_dim))
-        self._decode = DecodeAttention(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_rows=max_num_seqs,
-            device=device,
-        )
+    def __init__(self, decode: DecodeAttention) -> None:
+        self._decode = decode
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
@@ -351,21 +342,20 @@ class TritonKernels:
     def attend(
         self, query_NW: Tensor, num_heads: int, cache: LayerCache, batch: PagedBatch, rule: ScoreRule
     ) -> Tensor:
-        keys, values = cache
-        _, block_size, kv_heads, dim = keys.shape
+        _, block_size, kv_heads, dim = cache.keys.shape
         out = query_NW.new_empty(len(query_NW), num_heads, dim)
         tables, rows, lens = batch.block_tables_BM, batch.table_rows_B, batch.context_lens_B
         assert rows is not None
         if batch.num_decodes:
             assert batch.decode_work is not None
-            self._decode(query_NW, keys, values, tables, batch.decode_work, out, rule)
+            self._decode(query_NW, cache, tables, batch.decode_work, out, rule)
         if batch.prefill_tiles is not None:
             scale, window, softcap, sinks_H = rule
-            keys, values, widen = as_read(keys, values, query_NW)
+            keys, values, widen = as_read(*cache, query_NW)
             _prefill[(batch.prefill_tiles.shape[0], num_heads)](
                 query_NW, query_NW.shape[1], keys, values, tables, tables.stride(0), rows, batch.query_starts_B1, lens,
                 batch.prefill_tiles, out, sinks_H, scale, window, softcap, num_heads, kv_heads, D=dim,
-                DP=self._dim_padded, BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0,
+                DP=self._decode.dim_padded, BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0,
                 HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, WIDEN=widen,
                 PRECISION=precision(query_NW.dtype), num_warps=4, num_stages=2,
             )  # fmt: skip

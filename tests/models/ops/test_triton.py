@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rill.models.decode.attention_paged import LayerCache
 from rill.models.decode.decode_work import DecodeWork, shared_work, work_in_runs, work_list
 from rill.models.eager import ScoreRule
 from tests.models.ops.reference import attend_one
@@ -55,7 +56,7 @@ def test_decode_attention_of_unequal_lengths(
     found = []
     for _ in range(2):  # the second launch finds the counters as the first one left them
         out = torch.full((len(lengths), heads, dim), float("nan"), dtype=dtype, device="cuda")
-        attend(query, keys, values, tables, work, out, rule)
+        attend(query, LayerCache(keys, values), tables, work, out, rule)
         found.append(out)
     assert torch.equal(*found)
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -106,7 +107,7 @@ def test_what_rows_share_is_read_once_and_counts_for_each(
     )
     out = torch.full((len(lengths), heads, dim), float("nan"), dtype=dtype, device="cuda")
     rule = ScoreRule(dim**-0.5, 0, softcap, sinks)
-    attend(query, keys, values, tables, work, out, rule)
+    attend(query, LayerCache(keys, values), tables, work, out, rule)
     for row, length in enumerate(lengths.tolist()):
         key, value = (c[tables[row].long()].flatten(0, 1)[:length].double() for c in (keys, values))
         one = query[row : row + 1, : heads * dim].view(1, heads, dim).double()

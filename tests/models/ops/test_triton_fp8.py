@@ -47,12 +47,17 @@ def written(rows: object) -> torch.Tensor:
 
 
 def kernels(num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 32) -> object:
+    from rill.models.ops.triton_decode import DecodeAttention
     from rill.models.ops.triton_kernels import TritonKernels
 
-    return TritonKernels(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, max_num_seqs=8,
+    decode = DecodeAttention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_rows=8,
         device=torch.device(DEVICE),
-    )  # fmt: skip
+    )
+    return TritonKernels(decode)
 
 
 @pytest.mark.parametrize("size", [48, 1536])
