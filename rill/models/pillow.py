@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rill.errors import MissingExtraError
+from rill.registry import import_extra
 
 
 def pillow() -> Any:
     """PIL, with Image and ImageDraw."""
-    try:
-        import PIL.Image
-        import PIL.ImageDraw
-    except ImportError as error:
-        raise MissingExtraError('Pillow is not installed: pip install "rill[vision]"') from error
-    return PIL
+    needs = 'Pillow is not installed: pip install "rill[vision]"'
+    import_extra("PIL.ImageDraw", needs)  # and Image with it
+    return import_extra("PIL", needs)

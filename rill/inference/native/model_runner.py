@@ -28,7 +28,7 @@ from rill.inference.native.sampler import likeliest, sample
 from rill.inference.native.scheduler import Chunk
 from rill.inference.native.sequence import ScoredSequence
 from rill.inference.native.weight_update import WeightTargets
-from rill.models.decode.attention_paged import DecoderOps, LayerCache, PagedBatch, PagedContext, paged_context
+from rill.models.decode.attention_paged import DecoderOps, LayerCache, PagedBatch, PagedContext
 from rill.models.decode.decoder import Decoder
 from rill.models.decode.quantized import Writer, quantize_stages, quantize_weights
 from rill.models.decode.shards import Shards
@@ -309,7 +309,7 @@ class ModelRunner:
         """Through the modules' own forward methods."""
         # A batch of its own: a captured step reads the caller's slots anew each time it is replayed.
         widened = replace(paged, slots_N=paged.slots_N.long())
-        with paged_context(PagedContext(widened, self.cache, self.kernels)):
+        with PagedContext(widened, self.cache, self.kernels):
             inputs = {"input_ids": ids_N.long()[None], "position_ids": positions_N.long()[None]}
             if visual is not None:
                 inputs = visual.decoder_inputs(self.model.get_input_embeddings()(ids_N.long()))

@@ -4,7 +4,7 @@ The engine runs a Hugging Face model on one flat row of tokens from many sequenc
 `paged_attention_forward`, which finds the batch and the cache in the calling thread's context, writes the new
 keys and values into their slots and attends each sequence to its own blocks:
 
-    with paged_context(PagedContext(batch, cache, kernels)):
+    with PagedContext(batch, cache, kernels):
         model(input_ids=ids_1N, position_ids=positions_1N, use_cache=False)
 
 All of a layer's writes come before its reads, so sequences of one batch may share blocks that the batch itself
@@ -17,8 +17,6 @@ M block-table column.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -87,23 +85,21 @@ class DecoderOps(Protocol):
         ...
 
 
+_ACTIVE = threading.local()
+
+
 @dataclass(slots=True)
 class PagedContext:
+    """What attention calls of this thread use inside its `with` block."""
+
     batch: PagedBatch
     cache: list[LayerCache]
     kernels: DecoderOps
 
+    def __enter__(self) -> None:
+        _ACTIVE.context = self
 
-_ACTIVE = threading.local()
-
-
-@contextmanager
-def paged_context(context: PagedContext) -> Iterator[None]:
-    """Attention calls of this thread use `context` until the block ends."""
-    _ACTIVE.context = context
-    try:
-        yield
-    finally:
+    def __exit__(self, *_: object) -> None:
         del _ACTIVE.context
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from rill.models.decode.attention_paged import CacheRows, LayerCache, PagedBatch
 from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.eager import ScoreRule
+from rill.models.train.products import linear
 
 GATHER_BYTES = 64 << 20
 """Of keys, that single tokens attend to at one time: rows are gathered from their blocks and padded."""
@@ -21,13 +22,8 @@ GATHER_BYTES = 64 << 20
 
 class TorchKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias; on the CPU summed in float32, which is also faster than what 16 bits have there."""
-        if x.device.type == "cpu" and x.dtype != torch.float32:
-            whole = torch.nn.functional.linear(
-                x.float(), weight.float(), None if bias is None else bias.float()
-            )
-            return whole.to(x.dtype)
-        return torch.nn.functional.linear(x, weight, bias)
+        """x @ weight.T + bias, in 16 bits on the CPU as a trainer computes it there."""
+        return linear(x, weight, bias)
 
     def add_norm(self, hidden: Tensor, addend: Tensor | None, norm: Norm) -> Tensor:
         if addend is not None:
@@ -60,24 +56,16 @@ class TorchKernels:
         keys, values = cache
         block_size, dim = keys.shape[1], keys.shape[3]
         query_NHD = query_NW.view(len(query_NW), -1, dim)[:, :num_heads].contiguous()
-        out = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
+        out = torch.empty_like(query_NHD)
         starts, lengths = batch.query_starts_B1.tolist(), batch.context_lens_B.tolist()
-        tables = batch.block_tables_BM
-        if batch.table_rows_B is not None:
-            tables = tables[batch.table_rows_B]
         for begin, end in _runs(lengths, batch.num_decodes, keys[0, 0].numel() * keys.element_size()):
-            num_blocks = -(-max(lengths[begin:end]) // block_size)
-            table = tables[begin:end, :num_blocks].long()
-            context = batch.context_lens_B[begin:end].long()
-            k, v = keys[table].flatten(1, 2), values[table].flatten(1, 2)
-            out[begin:end] = _attend(query_NHD[begin:end, None], k, v, context, rule)[:, 0]
-        for row in range(batch.num_decodes, len(lengths)):
-            start, end = starts[row], starts[row + 1]
-            if end > start:
-                table = tables[row, : -(-lengths[row] // block_size)].long()
-                k, v = keys[table].flatten(0, 1)[None], values[table].flatten(0, 1)[None]
-                context = batch.context_lens_B[row : row + 1].long()
-                out[start:end] = _attend(query_NHD[None, start:end], k, v, context, rule)[0]
+            first, last = starts[begin], starts[end]
+            if last > first:
+                table = batch.block_tables_BM[begin:end, : -(-max(lengths[begin:end]) // block_size)].long()
+                k, v = keys[table].flatten(1, 2), values[table].flatten(1, 2)
+                query_BQHD = query_NHD[first:last].view(end - begin, -1, num_heads, dim)
+                context = batch.context_lens_B[begin:end].long()
+                out[first:last] = _attend(query_BQHD, k, v, context, rule).flatten(0, 1)
         return out
 
 
@@ -110,16 +98,16 @@ def _attend(
     return out.flatten(2, 3).to(query_BQHD.dtype)
 
 
-def _runs(lengths: list[int], count: int, token_bytes: int) -> list[tuple[int, int]]:
-    """[begin, end) of the first `count` rows, so many at a time as GATHER_BYTES allow."""
+def _runs(lengths: list[int], num_decodes: int, token_bytes: int) -> list[tuple[int, int]]:
+    """[begin, end) of rows that are attended together: prompts alone, single tokens so many as GATHER_BYTES allow."""
     runs: list[tuple[int, int]] = []
     begin = longest = 0
-    for row in range(count):
-        longest = max(longest, lengths[row])
-        if row > begin and (row + 1 - begin) * longest * token_bytes > GATHER_BYTES:
+    for row, length in enumerate(lengths):
+        longest = max(longest, length)
+        if row > begin and (row >= num_decodes or (row + 1 - begin) * longest * token_bytes > GATHER_BYTES):
             runs.append((begin, row))
-            begin, longest = row, lengths[row]
-    return [*runs, (begin, count)] if count > begin else runs
+            begin, longest = row, length
+    return [*runs, (begin, len(lengths))] if lengths else runs
 
 
 def _turned(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
