@@ -78,9 +78,10 @@ class VisionTower:
         self.tower: torch.nn.Module = self._base.visual
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
 
-    def remember(self, key: str, patches: Tensor, grid: tuple[int, int, int]) -> None:
-        """What stands for `key`, without a file."""
-        (self._kept[key],) = self.features_of(patches, [grid])
+    def remember(self, check: CheckPicture) -> None:
+        """What stands for its key, without a file."""
+        patches, grids = (check.arguments[name] for name in ("pixel_values", "image_grid_thw"))
+        (self._kept[check.picture.key],) = self.features_of(patches, grids.tolist())
 
     def forget(self) -> None:
         """The weights have changed."""
@@ -161,7 +162,6 @@ class CheckPicture:
 
     ids_1T: Tensor
     picture: Picture
-    grid: tuple[int, int, int]
     arguments: dict[str, Tensor]
     """Of the model's own forward."""
 
@@ -179,7 +179,7 @@ def check_picture(model: Any, ids_1T: Tensor) -> CheckPicture:
         "image_grid_thw": torch.tensor([[1, size, size]], device=ids.device),
         "mm_token_type_ids": (ids == token_id).int(),
     }
-    return CheckPicture(ids, picture, (1, size, size), arguments)
+    return CheckPicture(ids, picture, arguments)
 
 
 def _width(vision: Any) -> int:

@@ -214,7 +214,7 @@ def _check_packing(lm: Any, vision: VisionTower | None) -> None:
     if vision is not None:
         check = check_picture(lm, ids_1M[:, :cut])
         ids_1M = torch.cat([check.ids_1T, ids_1M[:, cut:]], dim=1)
-        vision.remember(check.picture.key, check.arguments["pixel_values"], check.grid)
+        vision.remember(check)
         positions_3M = np.broadcast_to(positions.cpu().numpy(), (3, length)).copy()
         positions_3M[:, :cut] = rope_positions(cut, [check.picture])[0]
         span = PictureSpan(check.picture, check.picture.start, 0, check.picture.num_tokens)

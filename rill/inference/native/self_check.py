@@ -103,7 +103,7 @@ def _logits(runner: ModelRunner, ids: Int64s, place: int | CheckPicture) -> torc
     )
     if isinstance(place, CheckPicture):
         assert runner.vision is not None
-        runner.vision.remember(place.picture.key, place.arguments["pixel_values"], place.grid)
+        runner.vision.remember(place)
         seq.request = replace(seq.request, pictures=(place.picture,))
         seq.rope = rope_positions(len(tokens), [place.picture])
     else:

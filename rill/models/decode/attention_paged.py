@@ -70,19 +70,16 @@ class DecoderOps(Protocol):
 
     def add_norm(self, hidden: Tensor, addend: Tensor | None, norm: Norm) -> Tensor:
         """hidden += addend, in place; returns norm(hidden), which is not centered."""
-        ...
 
     def act_mul(self, gate_up: Tensor, *, gelu: bool) -> Tensor: ...
 
     def rope_store(self, qkv: Tensor, rows: CacheRows, num_heads: int, norms: HeadNorms | None) -> None:
         """Queries are normed and turned in place; keys, likewise, and values go to their slots of the cache."""
-        ...
 
     def attend(
         self, query_NW: Tensor, num_heads: int, cache: LayerCache, batch: PagedBatch, rule: ScoreRule
     ) -> Tensor:
         """[N, H, D]. `query_NW`: rows that begin with num_heads queries."""
-        ...
 
 
 _ACTIVE = threading.local()

@@ -36,15 +36,15 @@ Writer = Callable[[Tensor], object]
 
 def quantize_weights(structure: Structure, kind: str) -> dict[int, Writer]:
     """In place, `fp8` or `int4`. By id of a parameter: what writes the one that an update brings."""
-    weights = [p.weight for layer in structure.layers for p in layer.projections]
+    projections = [p for layer in structure.layers for p in layer.projections]
+    held = [p.weight for p in projections if p.weight is not None]
     is_native = kind == "fp8" and multiplies_fp8(structure.final_norm.weight.device)
     if not structure.is_dense:
         raise UnsupportedError("experts are called as they are: quantization is for dense models")
-    if any(w is None for w in weights):
+    if len(held) < len(projections):
         raise UnsupportedError(
             "quantization moves weights, which a model that others hold too does not allow"
         )
-    held = [w for w in weights if w is not None]
     if kind == "int4":
         check_groups(held)
     wrong = next((tuple(w.shape) for w in held if w.shape[0] % 16 or w.shape[1] % 16), None)
@@ -55,9 +55,8 @@ def quantize_weights(structure: Structure, kind: str) -> dict[int, Writer]:
         )
     as_held = rounded_int4 if kind == "int4" else partial(rounded, is_weight=True)
     found: dict[int, Writer] = {}
-    for layer in structure.layers:
-        for projection in layer.projections:
-            found |= _in_8_bits(projection) if is_native else _rounded(projection, as_held)
+    for projection in projections:
+        found |= _in_8_bits(projection) if is_native else _rounded(projection, as_held)
     return found
 
 

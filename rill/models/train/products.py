@@ -25,7 +25,6 @@ class GradientSums(Protocol):
 
     def sum_of(self, weight: Tensor) -> tuple[Tensor, bool] | None:
         """(float32 tensor, whether it already holds something), or None: return the gradient to autograd."""
-        ...
 
 
 def is_coarse(tensor: Tensor) -> bool:
