@@ -33,7 +33,6 @@ from rill.models.train import attention_packed
 from rill.models.train.head import CHUNK_BYTES, KEEP_BYTES, chosen_logprobs
 from rill.models.train.packed_layout import PackedLayout, Segment, build_layout, can_use_flash
 from rill.models.train.products import GradientSums
-from rill.models.value_head import ValueHead
 from rill.models.vision import PictureRows, PictureSpan, VisionTower, VisualRows, check_picture
 from rill.training.packing import Pack
 
@@ -148,6 +147,19 @@ class PolicyModule(PackedModule):
     def predicting(self, pack: Pack) -> Tensor:
         """[K, D] last hidden states that predict the pack's wanted tokens."""
         return self.hidden(pack).index_select(0, pack.source_K)
+
+
+class ValueHead(nn.Module):
+    """hidden → one float32 number. It starts at zero: a new critic predicts 0, a new reward model prefers nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden_KD: Tensor) -> Tensor:
+        # In float32 whatever the decoder computes in: values of nearby states differ in few bits.
+        return hidden_KD.float() @ self.weight[0].float() + self.bias.float()
 
 
 class ValueModule(PackedModule):
