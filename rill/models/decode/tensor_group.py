@@ -30,20 +30,17 @@ class TensorGroup:
 
     def broadcast(self, x: Tensor) -> Tensor:
         """As rank 0 has it, in place; returns x."""
-        self._run(self._group.broadcast, [x], _from_first(dist.BroadcastOptions()))
+        self._run(self._group.broadcast, x, 0)
         return x
 
     def scatter(self, into: Tensor, parts: Sequence[Tensor] = ()) -> None:
-        """Rank r receives parts[r], of one shape each. Rank 0 gives the parts."""
-        given = [list(parts)] if self.rank == 0 else []
-        self._run(self._group.scatter, [into], given, _from_first(dist.ScatterOptions()))
+        """Rank r receives parts[r], of one shape each. Rank 0 gives the parts, as it does without options."""
+        self._run(self._group.scatter, [into], [list(parts)] if self.rank == 0 else [])
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
         number_1 = torch.tensor([number], dtype=torch.int64, device=self.device)
-        self._run(self._group.allreduce, [number_1], options)
+        self._run(self._group.allreduce, number_1, dist.ReduceOp.MIN)
         return int(number_1.item())
 
     def abort(self) -> None:
@@ -56,8 +53,3 @@ class TensorGroup:
             call(*args).wait()
         except RuntimeError as error:
             raise self.blame(error) from error
-
-
-def _from_first(options: Any) -> Any:
-    options.rootRank = 0
-    return options
