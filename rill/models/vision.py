@@ -140,9 +140,7 @@ class VisionTower:
             room -= size
         return parts
 
-    def _placed(
-        self, wanted: PictureRows, features: dict[str, Tensor] | OrderedDict[str, Tensor]
-    ) -> VisualRows:
+    def _placed(self, wanted: PictureRows, features: dict[str, Tensor]) -> VisualRows:
         parameter = next(self.tower.parameters())
         device = parameter.device
         rows = [np.arange(s.row, s.row + s.count) for s in wanted.spans] or [np.zeros(0, np.int64)]

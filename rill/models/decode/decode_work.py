@@ -106,11 +106,9 @@ def work_list(
     lengths = lengths_B.astype(np.int64) - shared
     most = np.where(shared > 0, MAX_OWN_PIECES, MAX_OWN_PIECES if piece is None else MAX_PIECES)
     least = -(-lengths // (most * TILE)) * TILE
+    sizes = np.maximum(PIECE if piece is None else piece, least)
     if piece is None:
-        sizes = np.maximum(PIECE, least)
         sizes[lengths <= LONG] = WHOLE
-    else:
-        sizes = np.maximum(piece, least)
     return _entries(lengths, table_rows_B, sizes, shared)
 
 

@@ -130,10 +130,8 @@ class KernelStages:
         call = layer.call
         width, kv_width = call.num_heads * call.key_dim, call.num_kv_heads * call.key_dim
         qkv, scales = self.multiplied(layer.qkv, x, is_whole=not layer.turns_in_kernel)
-        norms = None
-        if layer.head_norms is not None and layer.turns_in_kernel:
-            norms = layer.head_norms
-        elif layer.head_norms is not None:
+        norms = layer.head_norms if layer.turns_in_kernel else None
+        if layer.head_norms is not None and norms is None:
             self._norm_in_place(qkv[:, :width], layer.head_norms.query)
             self._norm_in_place(qkv[:, width : width + kv_width], layer.head_norms.key)
         if layer.turn is not None:

@@ -48,6 +48,7 @@ class PackedScorer:
             )
         self._decoder = decoder
         self._head: Any = model.get_output_embeddings()
+        self._device: torch.device = self._head.weight.device
         self._rule = LogitRule.of(model.config)
 
     @torch.no_grad()
@@ -63,11 +64,6 @@ class PackedScorer:
             part = rows[start : start + ROWS_AT_ONCE]
             scores_N[part + 1] = self._logprobs(hidden_NE[part], ids_N[part + 1], temperature)
         return list(torch.split(scores_N.cpu(), lengths))
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self._head.weight.device
-        return device
 
     def _logprobs(self, hidden_SE: Tensor, targets_S: Tensor, temperature: float) -> Tensor:
         logits_SV = self._rule(invariant_linear(hidden_SE, self._head.weight, self._head.bias))

@@ -30,8 +30,6 @@ from rill.models.ops.triton_language import (
     triton,
 )
 
-__all__ = ["PREFILL_TILE", "TritonKernels", "invariant_matmul"]
-
 PREFILL_TILE = 64
 
 
