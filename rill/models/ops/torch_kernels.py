@@ -2,8 +2,8 @@
 
 `TorchKernels` offers the calls of rill.models.ops.cpu_kernels and rill.models.ops.triton_kernels on any device.
 
-Axes: N token of the flat batch, B sequence, Q query of one sequence, T key, H query head, K key/value head, D head
-dimension.
+Axes: N token of the flat batch, B or b sequence, q its query, k its key, H query head, K or G key/value head, D or E
+head dimension.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TorchKernels:
     def attend(
         self, query_NW: Tensor, num_heads: int, cache: LayerCache, batch: PagedBatch, rule: ScoreRule
     ) -> Tensor:
-        keys, values = cache
+        keys = cache.keys
         block_size, dim = keys.shape[1], keys.shape[3]
         query_NHD = query_NW.view(len(query_NW), -1, dim)[:, :num_heads].contiguous()
         out = torch.empty_like(query_NHD)
@@ -62,40 +62,39 @@ class TorchKernels:
             first, last = starts[begin], starts[end]
             if last > first:
                 table = batch.block_tables_BM[begin:end, : -(-max(lengths[begin:end]) // block_size)].long()
-                k, v = keys[table].flatten(1, 2), values[table].flatten(1, 2)
-                query_BQHD = query_NHD[first:last].view(end - begin, -1, num_heads, dim)
-                context = batch.context_lens_B[begin:end].long()
-                out[first:last] = _attend(query_BQHD, k, v, context, rule).flatten(0, 1)
+                k, v = (x[table].flatten(1, 2).float().transpose(1, 2) for x in cache)
+                q = query_NHD[first:last].view(end - begin, -1, num_heads, dim).float().transpose(1, 2)
+                seen = _seen(batch.context_lens_B[begin:end].long(), q.shape[2], k.shape[2], rule.window)
+                out[first:last] = attend(q, k, v, seen, rule).transpose(1, 2).flatten(0, 1)
         return out
 
 
-def _attend(
-    query_BQHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, context_B: Tensor, rule: ScoreRule
+def attend(
+    query_bHqE: Tensor, key_bGkE: Tensor, value_bGkE: Tensor, seen_b1qk: Tensor, rule: ScoreRule
 ) -> Tensor:
-    """Of sequences with context_B tokens each, of which the queries are the last; softmax in float32:
-
-    out[q] = Σ_t softmax_t(cap(scale · q·k_t)) v_t  over  max(0, p − window + 1) ≤ t ≤ p,  p = context − Q + q.
-    """
-    scale, window, softcap, sinks_H = rule
-    num_queries, num_heads = query_BQHD.shape[1:3]
-    repeats = num_heads // key_BTKD.shape[2]
-    query = query_BQHD.float().view(*query_BQHD.shape[:2], -1, repeats, query_BQHD.shape[3])
-    score = torch.einsum("bqkgd,btkd->bkgqt", query, key_BTKD.float()) * scale
-    if softcap:
-        score = softcap * torch.tanh(score / softcap)
-    device = query.device
-    at_BQ = context_B[:, None] - num_queries + torch.arange(num_queries, device=device)
-    at_T = torch.arange(key_BTKD.shape[1], device=device)
-    hidden_BQT = at_T > at_BQ[..., None]
-    if window:
-        hidden_BQT = hidden_BQT | (at_T <= at_BQ[..., None] - window)
-    score = score.masked_fill(hidden_BQT[:, None, None], float("-inf"))
-    if sinks_H is not None:
-        sink = sinks_H.float().view(-1, repeats)[None, :, :, None, None].expand(*score.shape[:-1], 1)
+    """[b, H, q, E] = Σ_k softmax_k(cap(scale · q·k)) v_k over the keys that are seen, where a sink takes its part of
+    the sum. The softmax is in float32; all scores [b, H, q, k] are there at one time."""
+    size, num_kv_heads, num_keys, dim = key_bGkE.shape
+    query = query_bHqE.view(size, num_kv_heads, -1, query_bHqE.shape[2], dim)
+    score = torch.einsum("bgrqe,bgke->bgrqk", query, key_bGkE).float() * rule.scale
+    if rule.softcap:
+        score = torch.tanh(score / rule.softcap) * rule.softcap
+    score = score.masked_fill(~seen_b1qk[:, :, None], float("-inf"))
+    if rule.sinks_H is not None:
+        sink = rule.sinks_H.float().view(1, num_kv_heads, -1, 1, 1).expand(*score.shape[:-1], 1)
         score = torch.cat((score, sink), dim=-1)
-    share = score.softmax(dim=-1)[..., : key_BTKD.shape[1]]
-    out = torch.einsum("bkgqt,btkd->bqkgd", share, value_BTKD.float())
-    return out.flatten(2, 3).to(query_BQHD.dtype)
+    share = score.softmax(-1)[..., :num_keys]
+    return torch.einsum("bgrqk,bgke->bgrqe", share.to(value_bGkE.dtype), value_bGkE).flatten(1, 2)
+
+
+def _seen(context_B: Tensor, num_queries: int, num_keys: int, window: int) -> Tensor:
+    """bool [B, 1, q, k]: the queries are the last of context_B tokens each, and see those up to themselves."""
+    at_q, at_k = (torch.arange(n, device=context_B.device) for n in (num_queries, num_keys))
+    at_Bq1 = (context_B[:, None] - num_queries + at_q)[..., None]
+    seen_Bqk = at_k <= at_Bq1
+    if window:
+        seen_Bqk &= at_k > at_Bq1 - window
+    return seen_Bqk[:, None]
 
 
 def _runs(lengths: list[int], num_decodes: int, token_bytes: int) -> list[tuple[int, int]]:

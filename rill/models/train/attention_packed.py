@@ -14,7 +14,6 @@ M token of the pack, Q query token of this rank, H query head, G key/value head,
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.nn import functional
 
 from rill.errors import UnsupportedError
 from rill.models.eager import ScoreRule
+from rill.models.ops.torch_kernels import attend
 from rill.models.train.packed_layout import PackedLayout, PaddedGroup
 
 ATTENTION_NAME = "rill_packed"
@@ -124,37 +124,20 @@ def _padded_attention(
             k, v = key_MGE[group.keys].transpose(1, 2), value_MGE[group.keys].transpose(1, 2)
         mask = group.mask
         if rule.window and k.shape[2] > rule.window:
-            mask = _windowed(mask, q.shape[2], k.shape[2], rule.window, q.device)
-        if num_repeats > 1:
-            k, v = (x.repeat_interleave(num_repeats, dim=1) for x in (k, v))
-        if not rule.softcap and rule.sinks_H is None:
+            mask = _windowed(_causal(q, k) if mask is None else mask, rule.window)
+        if rule.softcap or rule.sinks_H is not None:
+            out_bHqE = attend(q, k, v, _causal(q, k) if mask is None else mask, rule)
+        else:
+            if num_repeats > 1:
+                k, v = (x.repeat_interleave(num_repeats, dim=1) for x in (k, v))
             out_bHqE = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=rule.scale
             )
-        else:
-            out_bHqE = _written_out(q, k, v, mask, rule)
         pieces.append(out_bHqE.transpose(1, 2).flatten(0, 1))
     out_QHE = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if packed.places is not None:
         out_QHE = out_QHE.index_select(0, packed.places)
     return out_QHE[None].to(dtype)
-
-
-def _written_out(
-    q_bHqE: Tensor, k_bHkE: Tensor, v_bHkE: Tensor, mask: Tensor | None, rule: ScoreRule
-) -> Tensor:
-    """Attention with capped scores and sinks, softmax in float32; holds [b, H, q, k]."""
-    score_bHqk = (q_bHqE @ k_bHkE.transpose(2, 3)).float() * rule.scale
-    if rule.softcap:
-        score_bHqk = torch.tanh(score_bHqk / rule.softcap) * rule.softcap
-    if mask is None:
-        mask = torch.ones(score_bHqk.shape[2:], dtype=torch.bool, device=score_bHqk.device).tril()
-    score_bHqk = score_bHqk.masked_fill(~mask, -math.inf)
-    if rule.sinks_H is not None:
-        sink_bHq1 = rule.sinks_H.float()[None, :, None, None].expand(*score_bHqk.shape[:3], 1)
-        score_bHqk = torch.cat((score_bHqk, sink_bHq1), dim=-1)
-    share_bHqk = score_bHqk.softmax(-1)[..., : k_bHkE.shape[2]]
-    return share_bHqk.to(v_bHkE.dtype) @ v_bHkE
 
 
 def _take(x_MHE: Tensor, group: PaddedGroup) -> Tensor:
@@ -166,10 +149,14 @@ def _take(x_MHE: Tensor, group: PaddedGroup) -> Tensor:
     return x_MHE[group.queries].transpose(1, 2)
 
 
-def _windowed(mask: Tensor | None, q: int, k: int, window: int, device: torch.device) -> Tensor:
+def _causal(query_bHqE: Tensor, key_bGkE: Tensor) -> Tensor:
+    size = (1, 1, query_bHqE.shape[2], key_bGkE.shape[2])
+    return torch.ones(size, dtype=torch.bool, device=query_bHqE.device).tril()
+
+
+def _windowed(mask: Tensor, window: int) -> Tensor:
     """The mask without keys that lie `window` or more tokens before a query, counted from the prefix's start."""
-    if mask is None:
-        mask = torch.ones(1, 1, q, k, dtype=torch.bool, device=device).tril()
+    (*_, q, k), device = mask.shape, mask.device
     width = k - q  # of the widest prefix; a shorter one leaves columns between itself and the segment's own
     prefix_b1 = mask[:, 0, 0, :width].sum(-1, keepdim=True)
     query_at_bq = prefix_b1 + torch.arange(q, device=device)
