@@ -36,7 +36,7 @@ from rill.inference.base import (
     Request,
 )
 from rill.inference.commands import CONTROL_TIMEOUT_S, MOVE_TIMEOUT_S
-from rill.inference.flight import Flight
+from rill.inference.continued import Flight
 from rill.inference.requests import Generates, check_fits, check_ids, check_request
 from rill.inference.tally import Tally
 from rill.types import Floats, PolicyVersion, TokenIds

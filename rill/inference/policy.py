@@ -27,7 +27,7 @@ from typing import Protocol
 
 from rill.errors import RequestError
 from rill.inference.base import Completion, Request
-from rill.inference.continued import Decode, continued, joined
+from rill.inference.continued import Decode, joined, rest_of
 from rill.types import Picture, SamplingParams, StopReason, TokenIds
 
 
@@ -134,11 +134,10 @@ class EpisodePolicy:
         sampling = request.sampling
         if sampling.seed is None and sampling.temperature > 0:
             sampling = replace(sampling, seed=self._client.seed_of(request.id))
+            request = replace(request, sampling=sampling)
         if before is None:
-            return await self._client.complete(replace(request, sampling=sampling), self._epoch)
-        rest = continued(before, request.token_ids, sampling)
-        rest = replace(rest, adapter=request.adapter, pictures=request.pictures)
-        after = await self._client.complete(rest, self._epoch)
+            return await self._client.complete(request, self._epoch)
+        after = await self._client.complete(rest_of(request, before.token_ids), self._epoch)
         return joined(before, after, sampling.stop, self._client.decode)
 
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from rill.config import PartConfig
 from rill.errors import AccessError, EngineError, PeerDiedError, RequestError
 from rill.inference.base import Completion, Delta, Request
-from rill.inference.flight import Flight
+from rill.inference.continued import Flight
 from rill.inference.flight_engine import FlightEngine
 from rill.types import StopReason
 

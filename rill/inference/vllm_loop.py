@@ -19,7 +19,7 @@ import numpy as np
 
 from rill.errors import EngineDiedError, EngineError, RequestError
 from rill.inference.base import Completion, Delta, MemoryLevel, Request
-from rill.inference.flight import Flight
+from rill.inference.continued import Flight
 from rill.inference.flight_engine import FlightEngine
 from rill.inference.requests import sampling_words
 from rill.types import Floats, PolicyVersion, SamplingParams, StopReason, TokenIds

@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from rill.inference.base import Completion, Delta, Request
-from rill.inference.continued import Decode, continued, joined
+from rill.inference.continued import Decode, joined, rest_of
 from rill.inference.gate import EngineGate
 from rill.journal.checkpoints import needed_now
 from rill.journal.reader import LoggedSequence, LogReader, group_of
@@ -52,13 +52,7 @@ class LoggedEngine:
                 continue
             if said is not None:
                 before[request.id] = said
-                rest = continued(said, request.token_ids, request.sampling)
-                request = replace(
-                    request,
-                    token_ids=rest.token_ids,
-                    sampling=rest.sampling,
-                    num_generated=request.num_generated + len(said.token_ids),
-                )
+                request = rest_of(request, said.token_ids)
             asked.append(replace(request, delta_interval_s=self._log.collect_s(len(asked))))
         outer = {request.id: future for request, future in zip(requests, futures, strict=True)}
         for request in asked:

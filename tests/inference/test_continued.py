@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rill.inference.base import Completion
-from rill.inference.continued import continued, joined
+from rill.inference.base import Completion, Request
+from rill.inference.continued import joined, rest_of
 from rill.types import SamplingParams, StopReason, TokenIds
 
 
@@ -28,7 +28,8 @@ def text_of(token_ids: TokenIds) -> str:
 
 def test_the_rest_is_asked_for_behind_what_was_said_and_within_the_same_limits() -> None:
     sampling = SamplingParams(max_new_tokens=10, min_new_tokens=4, temperature=0.7, seed=5)
-    request = continued(said("abc", 1), np.array([1, 2], np.int32), sampling)
+    asked = Request(id="r", token_ids=np.array([1, 2], np.int32), sampling=sampling)
+    request = rest_of(asked, said("abc", 1).token_ids)
     assert request.token_ids.tolist() == [1, 2, ord("a"), ord("b"), ord("c")]
     assert (request.sampling.max_new_tokens, request.sampling.min_new_tokens) == (7, 1)
     assert request.sampling.temperature == 0.7

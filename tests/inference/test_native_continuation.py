@@ -11,7 +11,7 @@ import pytest
 
 from rill.errors import RequestError
 from rill.inference.base import Delta, Request
-from rill.inference.flight import Flight
+from rill.inference.continued import Flight
 from rill.inference.native.engine import NativeEngine
 from rill.models.loading import ModelConfig
 from rill.models.tokenizer import build_char_tokenizer

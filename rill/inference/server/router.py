@@ -22,7 +22,7 @@ from typing import Any
 from rill.config import PartConfig
 from rill.errors import EngineError, PeerDiedError, RillError
 from rill.inference.base import Completion, Delta, EngineStats, Feature, NamedTensors, Request
-from rill.inference.flight import Flight
+from rill.inference.continued import Flight
 from rill.inference.replica import ReplicaProcess
 from rill.inference.replica_worker import End
 from rill.inference.requests import Generates, check_ids, check_request
