@@ -10,15 +10,15 @@ work with whatever takes and gives token ids, and no request is under way while 
 exact, as long as nobody else updates that engine, and none comes from an old cache entry.
 
 A subclass gives `_attempt` and, where its engine can, `_load_weights`, `_score_one`, `_flush` and the memory calls. Its
-coroutines run on the loop's thread; `_call` is how other threads get there. remote.py is for servers, vllm_loop.py for
-vLLM in this process.
+coroutines run on the loop's thread; `_call` is how other threads get there. remote.py is for servers, vllm.py for vLLM
+in this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -49,6 +49,9 @@ _CLOSE_TIMEOUT_S = 10.0
 
 class FlightEngine(Generates):
     """See rill.inference.base.Engine for what each method promises."""
+
+    advice: Mapping[Feature, str] = {}
+    """Of a subclass: how it comes to have a feature."""
 
     def __init__(self, name: str, where: str) -> None:
         """`where`: the engine as messages name it."""
@@ -164,11 +167,11 @@ class FlightEngine(Generates):
         self._call(resume_all(), "resume")
 
     def release(self, level: MemoryLevel) -> None:
+        self._require(Feature.RELEASE_MEMORY)
         if self._tasks:
             raise EngineError(
                 f"{self.name}: release needs an idle engine, {len(self._tasks)} requests run: pause"
             )
-        self._require(Feature.RELEASE_MEMORY)
 
         async def release() -> None:
             self._is_held = self._is_released = True
@@ -264,9 +267,8 @@ class FlightEngine(Generates):
 
     def _require(self, feature: Feature) -> None:
         if feature not in self.features:
-            raise UnsupportedError(
-                f"{self.name} has no {feature.value}: it has {', '.join(sorted(self.features)) or 'none'}"
-            )
+            advice = self.advice.get(feature) or f"it has {', '.join(sorted(self.features)) or 'none'}"
+            raise UnsupportedError(f"{self.name} has no {feature.value}: {advice}")
 
     # --- loop: control -----------------------------------------------------------------------------------
 

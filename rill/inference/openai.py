@@ -21,6 +21,7 @@ from pydantic import Field
 from rill.errors import ConfigError, EngineError
 from rill.inference.base import Feature, Request
 from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine, ServerHttp
+from rill.inference.requests import sampling_words, stop_reason_of
 from rill.types import StopReason
 
 if TYPE_CHECKING:
@@ -103,34 +104,29 @@ async def completion_chunks(
 
 def completion_body(request: Request, model: str) -> dict[str, Any]:
     """A request in the dialect of /v1/completions. What is off is left out: plain endpoints refuse unknown keys."""
-    s = request.sampling
-    body: dict[str, Any] = {
+    words, off = (_optional_words(each) for each in (request, Request(id="", token_ids=request.token_ids)))
+    return {key: value for key, value in words.items() if value != off[key]} | {
         "model": request.adapter or model,
         "prompt": request.token_ids.tolist(),
-        "max_tokens": s.max_new_tokens,
-        "temperature": s.temperature,
-        "top_p": s.top_p,
+        "max_tokens": request.sampling.max_new_tokens,
+        "temperature": request.sampling.temperature,
+        "top_p": request.sampling.top_p,
         "logprobs": 0,
         "stream": True,
         "return_token_ids": True,
     }
-    optional = {
-        "top_k": (s.top_k, 0),
-        "min_p": (s.min_p, 0.0),
-        "repetition_penalty": (s.repetition_penalty, 1.0),
-        "presence_penalty": (s.presence_penalty, 0.0),
-        "frequency_penalty": (s.frequency_penalty, 0.0),
-        "stop": (list(s.stop), []),
-        "stop_token_ids": (list(s.stop_token_ids), []),
-        "ignore_eos": (s.ignore_eos, False),
-        "min_tokens": (s.min_new_tokens, 0),
-        "logit_bias": ({str(k): v for k, v in s.logit_bias.items()}, {}),
-        "seed": (s.seed, None),
-        "cache_salt": (request.cache_salt, ""),
-        "priority": (request.priority, 0),
+
+
+def _optional_words(request: Request) -> dict[str, Any]:
+    s = request.sampling
+    return sampling_words(s) | {
+        "top_k": s.top_k,
+        "min_tokens": s.min_new_tokens,
+        "logit_bias": {str(k): v for k, v in s.logit_bias.items()},
+        "seed": s.seed,
+        "cache_salt": request.cache_salt,
+        "priority": request.priority,
     }
-    body |= {key: value for key, (value, off) in optional.items() if value != off}
-    return body
 
 
 def read_choice(choice: dict[str, Any], usage: dict[str, Any] | None = None) -> Chunk:
@@ -152,17 +148,7 @@ def read_choice(choice: dict[str, Any], usage: dict[str, Any] | None = None) -> 
         token_ids=ids,
         logprobs=logprobs,
         versions=choice.get("token_versions"),
-        stop_reason=None if reason is None else _stop_reason(reason, matched),
+        stop_reason=None if reason is None else stop_reason_of(reason, matched),
         stop_text=matched if isinstance(matched, str) else None,
         num_cached_tokens=details.get("cached_tokens") or 0,
     )
-
-
-def _stop_reason(reason: str, matched: Any) -> StopReason:
-    if reason == "length":
-        return StopReason.LENGTH
-    if reason == "abort":
-        return StopReason.ABORTED
-    if reason == "error":
-        raise EngineError("the endpoint ended the request with an error")
-    return StopReason.EOS if matched is None else StopReason.STOP

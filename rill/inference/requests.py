@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rill.errors import RequestError, StuckError, TooLongError
+from rill.errors import EngineError, RequestError, StuckError, TooLongError
 from rill.inference.base import Completion, Engine, Request
-from rill.types import SamplingParams
+from rill.types import SamplingParams, StopReason
 
 T = TypeVar("T")
 
@@ -135,6 +135,14 @@ def sampling_words(params: SamplingParams) -> dict[str, Any]:
         "frequency_penalty": params.frequency_penalty, "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids), "ignore_eos": params.ignore_eos,
     }  # fmt: skip
+
+
+def stop_reason_of(reason: str, matched: object) -> StopReason:
+    """From what vLLM calls `finish_reason` and `stop_reason`, as do OpenAI's routes."""
+    if reason == "error":
+        raise EngineError("the endpoint ended the request with an error")
+    ended = StopReason.EOS if matched is None else StopReason.STOP
+    return {"length": StopReason.LENGTH, "abort": StopReason.ABORTED}.get(reason, ended)
 
 
 class Generates:

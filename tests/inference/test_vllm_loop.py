@@ -12,7 +12,7 @@ import pytest
 
 from rill.errors import EngineError, RequestError, UnsupportedError
 from rill.inference.base import Completion, Delta, Feature, NamedTensors, PauseMode, Request
-from rill.inference.vllm_loop import VllmLoop, VllmWords
+from rill.inference.vllm import VllmEngine, VllmWords
 from rill.types import PolicyVersion, SamplingParams, StopReason
 
 
@@ -69,7 +69,11 @@ class Words:
         return request("", length=1)
 
 
-class Driven(VllmLoop):
+class Driven(VllmEngine):
+    def __init__(self, llm: LLMEngine) -> None:
+        self._folder = None
+        self._drive_engine(llm, Words())  # type: ignore[arg-type]
+
     features = frozenset({Feature.STREAM, Feature.SCORE, Feature.UPDATE_WEIGHTS})
 
     async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
@@ -82,8 +86,8 @@ def llm() -> LLMEngine:
 
 
 @pytest.fixture
-def engine(llm: LLMEngine) -> Iterator[VllmLoop]:
-    engine = Driven(llm, Words())  # type: ignore[arg-type]
+def engine(llm: LLMEngine) -> Iterator[VllmEngine]:
+    engine = Driven(llm)
     engine.max_context = 1_000_000
     yield engine
     engine.close()
@@ -94,21 +98,21 @@ def request(name: str, first: int = 1, length: int = 20) -> Request:
     return Request(id=name, token_ids=np.array([first], np.int32), sampling=sampling)
 
 
-def until_it_runs(engine: VllmLoop) -> None:
+def until_it_runs(engine: VllmEngine) -> None:
     deadline = time.monotonic() + 20
     while not engine.stats().num_generated_tokens:
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_requests_run_to_their_end(engine: VllmLoop) -> None:
+def test_requests_run_to_their_end(engine: VllmEngine) -> None:
     done = engine.generate([request(str(i), first=100 * i) for i in range(1, 4)], 20.0)
     for index, completion in enumerate(done, start=1):
         assert completion.token_ids.tolist() == list(range(100 * index + 1, 100 * index + 21))
     assert engine.stats().num_generated_tokens == 60 and engine.stats().num_running == 0
 
 
-def test_texts_are_scored_by_their_own_tokens_while_requests_run(engine: VllmLoop) -> None:
+def test_texts_are_scored_by_their_own_tokens_while_requests_run(engine: VllmEngine) -> None:
     (future,) = engine.submit([request("long", length=200)])
     scores = engine.score([np.array(ids, np.int32) for ids in ([3, 4, 8], [9], [5, 6])])
     assert [each.tolist() for each in scores] == [[0, -0.5, -1], [0], [0, -0.75]]
@@ -120,7 +124,7 @@ def test_texts_are_scored_by_their_own_tokens_while_requests_run(engine: VllmLoo
 
 
 def test_what_an_update_interrupts_goes_on_with_its_tokens_and_both_versions(
-    engine: VllmLoop, llm: LLMEngine
+    engine: VllmEngine, llm: LLMEngine
 ) -> None:
     (future,) = engine.submit([request("long", length=400)])
     until_it_runs(engine)
@@ -132,7 +136,7 @@ def test_what_an_update_interrupts_goes_on_with_its_tokens_and_both_versions(
     assert done.token_ids.tolist() == list(range(2, 402)) and set(done.versions.tolist()) == {0, 1}
 
 
-def test_an_abort_keeps_the_tokens_and_a_refusal_is_the_requests_own(engine: VllmLoop) -> None:
+def test_an_abort_keeps_the_tokens_and_a_refusal_is_the_requests_own(engine: VllmEngine) -> None:
     future, refused = engine.submit([request("gone", length=10_000), request("bad", first=13)])
     with pytest.raises(Exception, match="unlucky"):
         refused.result(10)
@@ -142,7 +146,7 @@ def test_an_abort_keeps_the_tokens_and_a_refusal_is_the_requests_own(engine: Vll
     assert done.stop_reason is StopReason.ABORTED and 0 < len(done.token_ids) < 10_000
 
 
-def test_whoever_hears_of_a_token_may_abort(engine: VllmLoop) -> None:
+def test_whoever_hears_of_a_token_may_abort(engine: VllmEngine) -> None:
     def on_delta(delta: Delta) -> None:
         if delta.token_ids[-1] == 5:
             engine.abort()
@@ -151,7 +155,7 @@ def test_whoever_hears_of_a_token_may_abort(engine: VllmLoop) -> None:
     assert future.result(10).stop_reason is StopReason.ABORTED
 
 
-def test_every_caller_hears_of_a_failure_and_of_the_end(engine: VllmLoop, llm: LLMEngine) -> None:
+def test_every_caller_hears_of_a_failure_and_of_the_end(engine: VllmEngine, llm: LLMEngine) -> None:
     llm.fails = True
     with pytest.raises(EngineError, match="out of memory"):
         engine.generate([request("lost")], 10.0)

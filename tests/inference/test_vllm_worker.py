@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from rill.errors import EngineError, UnsupportedError, WeightSyncError
-from rill.inference.vllm import VllmEngine
-from rill.inference.vllm_loop import VllmLoop, VllmWords
+from rill.inference.vllm import VllmEngine, VllmWords
 from rill.inference.vllm_worker import report_before_truncation, tie_head
 from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion
@@ -122,7 +121,7 @@ def engine_that(load: Callable[[Any], None]) -> Iterator[VllmEngine]:
 
     llm = SimpleNamespace(collective_rpc=collective_rpc, reset_prefix_cache=lambda: True)
     engine = object.__new__(VllmEngine)
-    VllmLoop.__init__(engine, llm, VllmWords(None))
+    engine._drive_engine(llm, VllmWords(None))
     engine.config = VllmEngine.Config(model=ModelConfig(path="nowhere"))
     engine._is_cpu, engine._folder, engine._expected = True, None, {"a": (2,), "b": (2,)}
     try:
