@@ -58,7 +58,7 @@ def ready(router: Router) -> int:
 
 
 def busiest(router: Router) -> int:
-    return max(router.slots, key=lambda s: s.running.num_in_flight).index
+    return max(router.slots, key=lambda s: s.replica.num_in_flight).index
 
 
 def test_both_replicas_work_and_seeded_tokens_do_not_depend_on_which(router: Router) -> None:
@@ -131,11 +131,11 @@ def test_a_replica_that_joins_after_a_rewind_is_rewound_too(router: Router) -> N
     wait_for(lambda: ready(router) == 2)
     router.update_weights([("a", torch.ones(3))], PolicyVersion(router.version + 1))
     router.rewind()
-    router.slots[0].running.kill()
+    router.slots[0].replica.kill()
     wait_for(lambda: ready(router) == 1)
     wait_for(lambda: ready(router) == 2)
     router.update_weights([("a", torch.ones(3))], PolicyVersion(1))
-    assert [slot.running.version for slot in router.slots] == [1, 1]
+    assert [slot.replica.version for slot in router.slots] == [1, 1]
 
 
 def test_a_callback_that_raises_stops_neither_its_request_nor_its_replica(router: Router) -> None:
@@ -338,7 +338,7 @@ def test_an_engine_that_cannot_load_says_why() -> None:
 
 def test_a_dead_replica_refuses_calls_and_submissions(router: Router) -> None:
     wait_for(lambda: ready(router) == 2)
-    replica = router.slots[0].running
+    replica = router.slots[0].replica
     replica.kill()
     wait_for(lambda: replica.is_dead)
     with pytest.raises(PeerDiedError):
@@ -352,13 +352,13 @@ def test_a_version_that_one_replica_does_not_take_is_in_service_and_it_comes_to_
 ) -> None:
     """A retry would have met engines that have it already."""
     wait_for(lambda: ready(router) == 2)
-    broken = router.slots[0].running
+    broken = router.slots[0].replica
     monkeypatch.setattr(broken, "call", _refuse)
     version = PolicyVersion(router.version + 1)
     router.update_weights([("a", torch.ones(3))], version)
     assert router.version == version
-    wait_for(lambda: ready(router) == 2 and router.slots[0].running is not broken)
-    assert [slot.running.version for slot in router.slots] == [version, version]
+    wait_for(lambda: ready(router) == 2 and router.slots[0].replica is not broken)
+    assert [slot.replica.version for slot in router.slots] == [version, version]
     assert len(router.generate([request(f"served{i}", first=40 + 9 * i) for i in range(4)], 30.0)) == 4
 
 
@@ -367,9 +367,9 @@ def test_a_replica_whose_health_check_fails_is_started_again_and_the_next_one_to
 ) -> None:
     for _ in range(2):
         wait_for(lambda: ready(router) == 2)
-        broken = router.slots[0].running
+        broken = router.slots[0].replica
         monkeypatch.setattr(broken, "call", _refuse)
-        wait_for(lambda: ready(router) == 2 and router.slots[0].running is not broken)  # noqa: B023
+        wait_for(lambda: ready(router) == 2 and router.slots[0].replica is not broken)  # noqa: B023
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:

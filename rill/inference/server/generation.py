@@ -21,7 +21,7 @@ from starlette.types import Receive
 
 from rill.errors import RillError
 from rill.inference.base import Completion, Delta, Engine, Request, TopTokens
-from rill.inference.replica_worker import PackedDeltas
+from rill.inference.replica import PackedDeltas
 from rill.inference.server.errors import ApiError
 from rill.inference.server.hub import Hub, News
 from rill.inference.server.metrics import Metrics

@@ -27,8 +27,7 @@ from rill.errors import EngineError, ModelError, PeerDiedError, RillError, Weigh
 from rill.inference.base import ADAPTER_FILES, Delta, Feature, MemoryLevel, NamedTensors, PauseMode
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.commands import MOVE_TIMEOUT_S
-from rill.inference.replica import ReplicaProcess
-from rill.inference.replica_worker import End
+from rill.inference.replica import End, ReplicaProcess
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.placement import Placement
 from rill.runtime.process.scratch import ScratchFolder
@@ -77,12 +76,6 @@ class Slot:
     def is_ready(self) -> bool:
         return self.replica is not None and not self.replica.is_dead
 
-    @property
-    def running(self) -> ReplicaProcess:
-        """The process of a slot that is ready."""
-        assert self.replica is not None
-        return self.replica
-
 
 @dataclass(frozen=True, slots=True)
 class _Told:
@@ -115,10 +108,10 @@ class ReplicaSet:
         self._caretaker = threading.Thread(target=self._take_care, name="router-caretaker", daemon=True)
         self._caretaker.start()
         self._wait_for_all()
-        facts = [slot.running.facts for slot in self.slots]
-        self.features: frozenset[Feature] = frozenset.intersection(*(f.features for f in facts))
-        self.max_context = min(f.max_context for f in facts)
-        self.vocab_size, self.version = facts[0].vocab_size, facts[0].version
+        replicas = self.ready()
+        self.features: frozenset[Feature] = frozenset.intersection(*(r.features for r in replicas))
+        self.max_context = min(replica.max_context for replica in replicas)
+        self.vocab_size, self.version = replicas[0].vocab_size, replicas[0].version
 
     def _wait_for_all(self) -> None:
         """One that does not load at first would not load later."""
@@ -145,11 +138,11 @@ class ReplicaSet:
     def adapters(self) -> frozenset[str]:
         return frozenset(name for method, name in list(self._told) if method == "load_adapter")
 
-    def ready(self) -> list[Slot]:
+    def ready(self) -> list[ReplicaProcess]:
         with self.lock:
-            return [slot for slot in self.slots if slot.is_ready]
+            return [slot.replica for slot in self.slots if slot.replica is not None and slot.is_ready]
 
-    def ready_or_fail(self) -> list[Slot]:
+    def ready_or_fail(self) -> list[ReplicaProcess]:
         ready = self.ready()
         if not ready:
             raise EngineError("no replica is alive")
@@ -201,13 +194,13 @@ class ReplicaSet:
             try:
                 self.on_all("update_weights", *told.args, **told.kwargs)
             except RillError as error:
-                behind = [slot for slot in self.ready() if slot.running.version != version]
+                behind = [replica for replica in self.ready() if replica.version != version]
                 if len(behind) == len(self.ready()):
                     raise
                 # Some have it: it is the version in service, and the others come to it like any late joiner.
                 log.warning("a replica did not take version %d and is started again: %s", version, error)
-                for slot in behind:
-                    slot.running.kill()
+                for replica in behind:
+                    replica.kill()
             if not partial:
                 for key in [key for key in self._told if key[0] in ("update_weights", "rewind")]:
                     self._forget(*key)
@@ -279,14 +272,14 @@ class ReplicaSet:
         return slot.num_failed_starts >= self.config.max_failed_starts
 
     def _check_health(self) -> None:
-        def check(slot: Slot) -> None:
+        def check(replica: ReplicaProcess) -> None:
             try:
-                slot.running.call("stats", timeout_s=self.config.health_timeout_s)
+                replica.call("stats", timeout_s=self.config.health_timeout_s)
             except PeerDiedError:
                 pass
             except RillError as error:  # whatever it is: the caretaker must not end of it
-                log.warning("%s: ended, because %s", slot.running.name, error)
-                slot.running.kill()
+                log.warning("%s: ended, because %s", replica.name, error)
+                replica.kill()
 
         self.each(check, self.ready())
 
@@ -354,14 +347,15 @@ class ReplicaSet:
 
     def on_all(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call this of every ready replica at once. One that dies meanwhile catches up when it is back."""
-        self.each(lambda slot: slot.running.call(method, *args, **kwargs), self.ready_or_fail())
+        self.each(lambda replica: replica.call(method, *args, **kwargs), self.ready_or_fail())
 
-    def each(self, act: Callable[[Slot], T], slots: Sequence[Slot]) -> dict[int, T]:
-        """At once; what each gave, by its index. One that died has given nothing; any other error is raised when all
-        have ended."""
-        futures = {slot.index: self._pool.submit(act, slot) for slot in slots}
-        errors = {index: future.exception() for index, future in futures.items()}
-        for error in errors.values():
+    def each(self, act: Callable[[ReplicaProcess], T], replicas: Sequence[ReplicaProcess]) -> list[T | None]:
+        """At once; what each gave. One that died has given nothing; any other error is raised when all have ended."""
+        futures = [self._pool.submit(act, replica) for replica in replicas]
+        errors = [future.exception() for future in futures]
+        for error in errors:
             if error is not None and not isinstance(error, PeerDiedError):
                 raise error
-        return {index: future.result() for index, future in futures.items() if errors[index] is None}
+        return [
+            future.result() if error is None else None for future, error in zip(futures, errors, strict=True)
+        ]

@@ -23,11 +23,10 @@ from rill.config import PartConfig
 from rill.errors import EngineError, PeerDiedError, RillError
 from rill.inference.base import Completion, Delta, EngineStats, Feature, NamedTensors, Request
 from rill.inference.continued import Flight
-from rill.inference.replica import ReplicaProcess
-from rill.inference.replica_worker import End
+from rill.inference.replica import End, ReplicaProcess
 from rill.inference.requests import Generates, check_ids, check_request
 from rill.inference.server.prefix_index import PrefixIndex
-from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
+from rill.inference.server.replica_set import ReplicaSet, RouterConfig
 from rill.inference.tally import total
 from rill.types import Floats, PolicyVersion, TokenIds
 
@@ -84,19 +83,22 @@ class Router(Generates, ReplicaSet):
 
     def _spread(self, method: str, sequences: Sequence[TokenIds], *args: Any, **kwargs: Any) -> list[Floats]:
         """Split over the replicas. Reading has no state, so a part whose replica dies is done again."""
-        slots = self.ready_or_fail()
-        parts = {slot.index: list(sequences[i :: len(slots)]) for i, slot in enumerate(slots)}
+        replicas = self.ready_or_fail()
+        count = len(replicas)
+        parts = {replica: list(sequences[i::count]) for i, replica in enumerate(replicas)}
 
-        def read(slot: Slot) -> Any:
-            part = parts[slot.index]
+        def read(replica: ReplicaProcess) -> Any:
+            part = parts[replica]
             try:
-                return slot.running.call(method, part, *args, **kwargs) if part else []
+                return replica.call(method, part, *args, **kwargs) if part else []
             except PeerDiedError:
-                return self.ready_or_fail()[0].running.call(method, part, *args, **kwargs)
+                return self.ready_or_fail()[0].call(method, part, *args, **kwargs)
 
         found: list[Any] = [None] * len(sequences)
-        for i, values in enumerate(self.each(read, slots).values()):
-            found[i :: len(slots)] = values
+        for i, values in enumerate(self.each(read, replicas)):
+            if values is None:
+                raise EngineError(f"two replicas died under {method}()")
+            found[i::count] = values
         return found
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -109,9 +111,9 @@ class Router(Generates, ReplicaSet):
         for flight in parked:
             self._end(flight, flight.aborted())
         ids = None if request_ids is None else sorted(wanted)
-        for slot in self.ready():
+        for replica in self.ready():
             with suppress(RillError):  # it died: its requests end as aborted
-                slot.running.abort(ids)
+                replica.abort(ids)
 
     # --- control -----------------------------------------------------------------------------------------
 
@@ -128,14 +130,14 @@ class Router(Generates, ReplicaSet):
     def stats(self) -> EngineStats:
         """Sums over the replicas that answer; `extra` says how many are ready and how often a request moved."""
 
-        def ask(slot: Slot) -> Any:
+        def ask(replica: ReplicaProcess) -> Any:
             with suppress(RillError):
-                return slot.running.call("stats", timeout_s=self.config.health_timeout_s)
+                return replica.call("stats", timeout_s=self.config.health_timeout_s)
 
-        slots = self.ready()
-        found = [stats for stats in self.each(ask, slots).values() if stats is not None]
+        replicas = self.ready()
+        found = [stats for stats in self.each(ask, replicas) if stats is not None]
         with self.lock:
-            extra = {"replicas": float(len(slots)), "retried": float(self._num_retried)}
+            extra = {"replicas": float(len(replicas)), "retried": float(self._num_retried)}
             extra["waiting_for_replica"] = float(len(self._waiting))
         return total(found, version=self.version, extra=extra)
 
@@ -170,7 +172,7 @@ class Router(Generates, ReplicaSet):
 
     def _choose(self, request: Request) -> ReplicaProcess | None:
         """The replica with most of the prompt in its cache, unless it is much busier than the idlest."""
-        ready = [slot.running for slot in self.ready()]
+        ready = self.ready()
         if not ready:
             return None
         chosen = idlest = min(ready, key=lambda r: r.num_in_flight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rill.inference.base import Completion, Delta
-from rill.inference.replica_worker import Outbox, PackedDeltas
+from rill.inference.replica import Outbox, PackedDeltas
 from rill.types import StopReason
 
 
