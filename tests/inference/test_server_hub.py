@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rill.inference.base import Completion, Delta
-from rill.inference.server.hub import Hub, News
+from rill.inference.server.generation import Hub, News
 
 
 class Recorder:
