@@ -151,7 +151,7 @@ def test_deltas_and_versions_of_drafted_tokens_are_right_across_an_update(repeti
         deltas.append(delta)
         if sum(len(d.token_ids) for d in deltas) > 60 and not updated:
             updated.append(Future())
-            engine._commands.post("pause", lambda: engine._control.set_pause(PauseMode.INTERRUPT))
+            engine._commands.post("pause", lambda: engine._core.set_pause(PauseMode.INTERRUPT))
 
     (prompt,) = prompts((9,))
     try:

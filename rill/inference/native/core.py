@@ -2,20 +2,25 @@
 
 Owned by one thread, the engine's; nothing here is locked. Callers reach it through the command queue, and see its
 tokens through the outlet. A turn is one step of the model, or several of pure generation; a step that looks at drafts
-(speculation.py) gives each sequence as many tokens as came true, and one. `control.py` has what happens between two
-turns: pauses, memory, weights.
+(speculation.py) gives each sequence as many tokens as came true, and one. Between two turns it is told to pause, to
+give memory back, to take weights and adapters. It computes unless it
+
+    is paused       started requests end (FINISH), or are computed again later from their tokens (INTERRUPT)
+    is released     its memory is given back, up to a level
+    is unavailable  an update failed half-way: its weights are no version's until a whole one succeeds
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rill.errors import EngineError
-from rill.inference.base import EngineStats
+from rill.errors import EngineError, WeightSyncError
+from rill.inference.base import EngineStats, MemoryLevel, NamedTensors, PauseMode
 from rill.inference.native.batch import BatchBuilder, StepBatch
 from rill.inference.native.block_manager import BlockManager
 from rill.inference.native.model_runner import ModelRunner, PendingTurn, TurnResult
@@ -24,6 +29,7 @@ from rill.inference.native.scheduler import Chunk, NeedsResults, Scheduler, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.native.speculation import Speculator
 from rill.inference.tally import Tally
+from rill.models.decode.low_rank import AdapterTensors
 from rill.models.routing import UNKNOWN
 from rill.types import Floats, PolicyVersion
 
@@ -67,10 +73,24 @@ class EngineCore:
         """What was read and is not delivered."""
         self._tally = Tally()
         self._num_steps = 0
+        self._targets = runner.weight_targets()
+        self.released: MemoryLevel | None = None
+        self.unavailable: str | None = None
+        """Why no request can be served, in words."""
+        self._drained: list[Future[None]] = []
+        """Of pauses that wait for the last started request."""
 
     @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work or self._pending is not None
+    def can_step(self) -> bool:
+        has_work = self.scheduler.has_work or self._pending is not None
+        return self.unavailable is None and self.released is None and has_work
+
+    def describe(self) -> str:
+        """Any thread: the engine's state in words, for error messages."""
+        scheduler = self.scheduler
+        paused = f", paused ({scheduler.paused})" if scheduler.paused else ""
+        released = f", memory released ({self.released})" if self.released else ""
+        return f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting{paused}{released}"
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         for seq in sequences:
@@ -123,12 +143,6 @@ class EngineCore:
         self._read()
         self._deliver()
 
-    def preempt_all(self, *, but_scored: bool = False) -> None:
-        """Nothing holds blocks any more; what ran is computed again, tokens kept. Only after drain()."""
-        for seq in list(self.scheduler.running):
-            if not (but_scored and seq.is_scored):
-                self.scheduler.preempt(seq)
-
     def close(self, failure: BaseException | None) -> None:
         """End everything without another step, and give the cache back."""
         self._deliver()
@@ -139,6 +153,11 @@ class EngineCore:
             else:
                 self.outlet.fail(seq, failure)
         self.live.clear()
+        for waiter in self._drained:
+            waiter.set_exception(
+                failure or EngineError("the engine closed before the last request had ended")
+            )
+        self._drained.clear()
         self.runner.free_cache()
 
     def stats(self) -> EngineStats:
@@ -153,6 +172,106 @@ class EngineCore:
             version=self.version,
             extra={"num_steps": float(self._num_steps)},
         )
+
+    # --- between two turns --------------------------------------------------------------------------------
+
+    def set_pause(self, mode: PauseMode | None) -> Future[None]:
+        """The future is done once nothing more will run that the mode forbids."""
+        self.scheduler.paused = mode
+        self.drain()
+        if mode is PauseMode.INTERRUPT:
+            # What they had in the cache is found there again, but for their last block.
+            self._preempt(seq for seq in self.scheduler.running if not seq.is_scored)
+        drained: Future[None] = Future()
+        if mode is PauseMode.FINISH:
+            self._drained.append(drained)
+            self.report_drained()
+        else:
+            drained.set_result(None)
+        return drained
+
+    def report_drained(self) -> None:
+        """After every step and round of commands: has the last started request ended?"""
+        if not self._drained:
+            return
+        scheduler = self.scheduler
+        has_started = scheduler.running or any(seq.num_preempted for seq in scheduler.waiting)
+        if scheduler.paused is not PauseMode.FINISH or not has_started:
+            for future in self._drained:
+                future.set_result(None)
+            self._drained.clear()
+
+    def release(self, level: MemoryLevel) -> None:
+        scheduler = self.scheduler
+        self.drain()
+        runs = scheduler.running or (scheduler.waiting and not scheduler.paused)
+        if runs and scheduler.paused is not PauseMode.INTERRUPT:
+            raise EngineError(
+                f"release({level}) while requests run ({self.describe()}): pause() first, or wait until idle"
+            )
+        self._preempt(scheduler.running)
+        scheduler.blocks.flush()
+        self.runner.free_cache()
+        if level in (MemoryLevel.WEIGHTS, MemoryLevel.GRAPHS):
+            self.runner.offload_weights()
+        self.released = level
+
+    def restore(self) -> None:
+        if self.released is None:
+            return
+        if self.released is not MemoryLevel.KV:
+            self.runner.reload_weights()
+        self.runner.allocate_cache(self.scheduler.blocks.num_blocks)
+        self.builder.forget()
+        self.released = None
+
+    def update(
+        self, tensors: NamedTensors, version: PolicyVersion, partial: bool, fence: Callable[[], None]
+    ) -> None:
+        """`fence`: lets the device wait until the tensors are whole."""
+        if version <= self.version:  # nothing was touched: what is in service stays so
+            raise WeightSyncError(
+                f"the engine has version {self.version} and was given {version}: versions only grow"
+            )
+        self.drain()
+        self._preempt(self.scheduler.running)
+        self.scheduler.blocks.flush()
+        fence()
+        try:
+            self._take_weights(tensors, partial=partial)
+        except BaseException:
+            # Only now: a request that arrives while an update goes well waits for it like any other command.
+            self.unavailable = f"the update to version {version} failed"
+            raise
+        self.version = version
+        if not partial:
+            self.unavailable = None
+
+    def _take_weights(self, tensors: NamedTensors, *, partial: bool) -> None:
+        are_out = self.released not in (None, MemoryLevel.KV)
+        if are_out:
+            self.runner.reload_weights()
+        self._targets.copy(tensors, partial=partial)
+        if are_out:
+            self.runner.offload_weights()
+        self.runner.finish_update()
+
+    def load_adapter(self, name: str, tensors: AdapterTensors) -> None:
+        self.drain()
+        # What they have in the cache came from the adapter's old weights.
+        self._preempt(seq for seq in self.scheduler.running if seq.request.adapter == name)
+        self.runner.adapters.load(name, tensors)
+
+    def unload_adapter(self, name: str) -> None:
+        self.abort([i for i, seq in self.live.items() if seq.request.adapter == name])
+        self.runner.adapters.unload(name)
+
+    def _preempt(self, sequences: Iterable[Sequence]) -> None:
+        """They hold no blocks any more, and are computed again, tokens kept. Only after drain()."""
+        for seq in list(sequences):
+            self.scheduler.preempt(seq)
+
+    # --- inside a turn ------------------------------------------------------------------------------------
 
     def _needs_results_first(self) -> bool:
         """Penalties and grammars read the newest token on the host, so such sequences cannot run one step ahead; nor is

@@ -5,7 +5,7 @@ two steps, so no lock is held while the model runs and every control method sees
 
     callers                         engine thread
     ───────                         ─────────────
-    submit, abort, pause,   ──►  commands ─► run all that wait          (commands.py, control.py)
+    submit, abort, pause,   ──►  commands ─► run all that wait          (commands.py)
     update_weights, score, …              │
                                           ▼
                              schedule ─► launch step n ─► read step n-1 (core.py)
@@ -44,7 +44,6 @@ from rill.inference.base import (
 from rill.inference.commands import CONTROL_TIMEOUT_S, MOVE_TIMEOUT_S, CommandQueue
 from rill.inference.native.adapters import read_adapter
 from rill.inference.native.admission import Admission
-from rill.inference.native.control import EngineControl
 from rill.inference.native.core import EngineCore
 from rill.inference.native.followers import lead
 from rill.inference.native.model_runner import ModelRunner
@@ -149,7 +148,7 @@ class NativeEngine:
         self.config = config
         has_tokenizer = config.model.tokenizer or config.model.path
         self.tokenizer = load_tokenizer(config.model) if has_tokenizer else None
-        self._commands = CommandQueue(lambda: self._control.describe())
+        self._commands = CommandQueue(lambda: self._core.describe())
         if config.tensor_parallel_size == 1:
             self._runner = build_runner(config, model, owns_model=owns_model)
         elif model is None:
@@ -172,7 +171,6 @@ class NativeEngine:
         num_blocks = _num_blocks(self._runner, config, limit)
         self.max_context = min(limit, (num_blocks - 1) * config.block_size)
         self._core = EngineCore(self._runner, config, num_blocks, self.max_context)
-        self._control = EngineControl(self._core)
         self._runner.allocate_cache(num_blocks)
         self._admission = Admission(self._runner, self.tokenizer, self.max_context, config.seed)
         self.vocab_size = self._admission.vocab_size
@@ -234,31 +232,34 @@ class NativeEngine:
 
     def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
         deadline = time.monotonic() + timeout_s
-        drained = self._commands.call("pause", lambda: self._control.set_pause(mode), timeout_s)
+        drained = self._commands.call("pause", lambda: self._core.set_pause(mode), timeout_s)
         try:
             drained.result(timeout=max(0.0, deadline - time.monotonic()))
         except FutureTimeoutError:
             raise StuckError(
-                f"pause({mode}): requests still run after {timeout_s} s ({self._control.describe()})"
+                f"pause({mode}): requests still run after {timeout_s} s ({self._core.describe()})"
             ) from None
 
     def resume(self) -> None:
-        self._commands.call("resume", lambda: self._control.set_pause(None))
+        self._commands.call("resume", lambda: self._core.set_pause(None))
 
     def release(self, level: MemoryLevel) -> None:
-        self._commands.call("release", lambda: self._control.release(level), MOVE_TIMEOUT_S)
+        self._commands.call("release", lambda: self._core.release(level), MOVE_TIMEOUT_S)
 
     def restore(self) -> None:
-        self._commands.call("restore", self._control.restore, MOVE_TIMEOUT_S)
+        self._commands.call("restore", self._core.restore, MOVE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         fence = self._runner.fence()
         self._commands.call(
-            "update_weights", lambda: self._control.update(tensors, version, partial, fence), MOVE_TIMEOUT_S
+            "update_weights", lambda: self._core.update(tensors, version, partial, fence), MOVE_TIMEOUT_S
         )
 
     def rewind(self) -> None:
-        self._commands.call("rewind", self._control.rewind)
+        def rewind() -> None:
+            self._core.version = PolicyVersion(0)
+
+        self._commands.call("rewind", rewind)
 
     def load_adapter(self, name: str, source: str | Path) -> None:
         if Feature.LORA not in self.features:
@@ -267,10 +268,10 @@ class NativeEngine:
                 "quantised: set batch_invariant=false, tensor_parallel_size=1, quantization and kv_cache_dtype unset"
             )
         tensors = read_adapter(source)
-        self._commands.call("load_adapter", lambda: self._control.load_adapter(name, tensors))
+        self._commands.call("load_adapter", lambda: self._core.load_adapter(name, tensors))
 
     def unload_adapter(self, name: str) -> None:
-        self._commands.call("unload_adapter", lambda: self._control.unload_adapter(name))
+        self._commands.call("unload_adapter", lambda: self._core.unload_adapter(name))
 
     def flush(self) -> None:
         self._commands.call("flush", self._core.scheduler.blocks.flush)
@@ -292,16 +293,16 @@ class NativeEngine:
     # --- the engine's thread -----------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        core, control, commands = self._core, self._control, self._commands
+        core, commands = self._core, self._commands
         failure: EngineDiedError | None = None
         try:
             commands.enter_thread()
             self._runner.enter_thread()
             while not commands.is_closed:
-                commands.run_waiting(lambda: control.can_step)
-                if control.can_step:
+                commands.run_waiting(lambda: core.can_step)
+                if core.can_step:
                     core.step()
-                control.report_drained()
+                core.report_drained()
             commands.check_alive()  # where it was closed by what ends it, those that run are told so
         except BaseException as error:  # boundary: a dead thread must not leave its callers waiting
             if isinstance(error, EngineDiedError):
@@ -310,7 +311,6 @@ class NativeEngine:
                 failure = EngineDiedError(f"the engine's thread died: {type(error).__name__}: {error}")
                 failure.__cause__ = error
             commands.close(failure)
-            control.fail(failure)
             if not isinstance(error, EngineError):
                 raise
         finally:
@@ -344,9 +344,9 @@ class NativeEngine:
     def _read(self, what: str, sequences: Sequence_[ScoredSequence], timeout_s: float) -> list[Floats]:
         """Texts that are computed, and nothing is generated."""
         self._check_available()
-        if self._control.released is not None:
+        if self._core.released is not None:
             raise EngineError(
-                f"the engine's memory is released ({self._control.released}): call restore() before {what}()"
+                f"the engine's memory is released ({self._core.released}): call restore() before {what}()"
             )
         self._post_sequences(what, sequences)
         return self._results(what, sequences, timeout_s)
@@ -357,14 +357,14 @@ class NativeEngine:
             timeout_s,
             what=what,
             abort=lambda: self.abort([seq.id for seq in sequences]),
-            describe=self._control.describe,
+            describe=self._core.describe,
         )
 
     def _check_available(self) -> None:
         self._commands.check_open()
-        if self._control.unavailable is not None:
+        if self._core.unavailable is not None:
             raise EngineError(
-                f"{self._control.unavailable}: the engine waits for a whole update_weights() to succeed"
+                f"{self._core.unavailable}: the engine waits for a whole update_weights() to succeed"
             )
 
 

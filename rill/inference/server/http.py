@@ -4,14 +4,14 @@
              404, 405   401, 403   413, 400                       whatever it raises ─▶ errors.py
 
 No web framework does it: resolving a handler's arguments, middlewares and a task group around every stream took longer
-than everything that an answer needs. Handlers are listed in `Routes`, by module; openapi.py describes them.
+than everything that an answer needs. Handlers are listed in `Routes`, by module; /openapi.json describes them by their bodies.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial, partialmethod
@@ -20,11 +20,14 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from pydantic import BaseModel
 from pydantic import ValidationError as PydanticError
+from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from rill import __version__
 from rill.inference.server.errors import (
+    ERRORS,
     ApiError,
     Tell,
     bad_request,
@@ -32,7 +35,6 @@ from rill.inference.server.errors import (
     error_response,
     to_api_error,
 )
-from rill.inference.server.openapi import PAGE, describe
 from rill.inference.server.state import ServerState
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,12 @@ _decode_json = msgspec.json.Decoder().decode
 
 NAME = "{name}"
 """The end of a path that a client chooses."""
+
+PAGE = """<!doctype html><title>rill</title><meta charset="utf-8">
+<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css"><div id="ui"></div>
+<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#ui"})</script>
+"""
 
 
 class Access(Enum):
@@ -198,6 +206,37 @@ class Application:
         if num_bytes > limit:
             raise ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")
         return b"".join(parts)
+
+
+def describe(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    """The API, from the handlers' bodies, as OpenAPI has it."""
+    bodies = dict.fromkeys(each.body for each in endpoints if each.body is not None)
+    refs, schemas = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for each in endpoints:
+        told: dict[str, Any] = {
+            "summary": (each.handler.__doc__ or each.path).strip().partition("\n")[0],
+            "responses": {"200": {"description": "OK"}} | ERRORS,
+        }
+        if "{" in each.path:
+            name = each.path.partition("{")[2].removesuffix("}")
+            told["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            ]
+        if each.body is not None:
+            schema = refs[each.body, "validation"]
+            schema = schema if each.needs_body else {"anyOf": [schema, {"type": "null"}]}
+            content = {"application/json": {"schema": schema}}
+            told["requestBody"] = {"required": each.needs_body, "content": content}
+        paths.setdefault(each.path, {})[each.method.lower()] = told
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "rill", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas.get("$defs", {})},
+    }
 
 
 def json_response(body: Any, status: int = 200) -> Response:

@@ -9,9 +9,8 @@ from starlette.responses import Response
 
 from rill.inference.base import Feature, Guide
 from rill.inference.base import Request as EngineRequest
-from rill.inference.server.answers import OpenAIAnswer, respond
+from rill.inference.server.answers import OpenAIAnswer, finish_reason, logprob_entries, respond
 from rill.inference.server.chat import encode_chat
-from rill.inference.server.choices import finish_reason, logprob_entries
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes

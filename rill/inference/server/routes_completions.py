@@ -15,8 +15,7 @@ from starlette.responses import Response
 
 from rill.inference.base import AdapterEngine, EmbeddingEngine, Feature
 from rill.inference.base import Request as EngineRequest
-from rill.inference.server.answers import OpenAIAnswer, respond
-from rill.inference.server.choices import completion_logprobs
+from rill.inference.server.answers import OpenAIAnswer, completion_logprobs, respond
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes

@@ -11,9 +11,8 @@ from starlette.responses import Response
 
 from rill.inference.base import Completion, Feature
 from rill.inference.base import Request as EngineRequest
-from rill.inference.server.answers import respond
+from rill.inference.server.answers import finish_reason, logprob_entries, respond, usage
 from rill.inference.server.chat import encode_chat
-from rill.inference.server.choices import finish_reason, logprob_entries, usage
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples, finite
 from rill.inference.server.http import DONE, Access, Call, Routes, event
