@@ -224,9 +224,15 @@ class Engine(Protocol):
         ...
 
     def score(
-        self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
+        self,
+        sequences: Sequence[TokenIds],
+        temperature: float = 1.0,
+        timeout_s: float = 600.0,
+        *,
+        adapter: str | None = None,
     ) -> list[Floats]:
-        """log-probability of every token given those before it; 0 at position 0. Generates nothing."""
+        """log-probability of every token given those before it; 0 at position 0. Generates nothing. `adapter`: by the
+        model with that one; only asked of an AdapterEngine."""
         ...
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -279,17 +285,6 @@ class AdapterEngine(Protocol):
     @property
     def adapters(self) -> frozenset[str]:
         """Those that are loaded, by name."""
-        ...
-
-    def score(
-        self,
-        sequences: Sequence[TokenIds],
-        temperature: float = 1.0,
-        timeout_s: float = 600.0,
-        *,
-        adapter: str | None = None,
-    ) -> list[Floats]:
-        """As Engine.score, by the model with that adapter."""
         ...
 
     def load_adapter(self, name: str, source: str | Path) -> None:

@@ -16,35 +16,27 @@ NEW_CONTAINERS = 50_000
 """Between two looks for cycles among the newest containers."""
 
 _lock = threading.Lock()
-_num_held = 0
+_holders: set[CollectorHold] = set()
 _threshold = gc.get_threshold()
 
 
 class CollectorHold:
     """One holder's share in it. take() and give_back() may each be called twice."""
 
-    def __init__(self) -> None:
-        self._is_taken = False
-
     def take(self) -> None:
-        global _num_held, _threshold
+        global _threshold
         with _lock:
-            if not self._is_taken:
-                if _num_held == 0:
-                    _threshold = gc.get_threshold()
-                    gc.set_threshold(max(NEW_CONTAINERS, _threshold[0]), *_threshold[1:])
-                self._is_taken = True
-                _num_held += 1
+            if not _holders:
+                _threshold = gc.get_threshold()
+                gc.set_threshold(max(NEW_CONTAINERS, _threshold[0]), *_threshold[1:])
+            _holders.add(self)
             gc.collect()
             gc.freeze()
 
     def give_back(self) -> None:
-        global _num_held
         with _lock:
-            if not self._is_taken:
-                return
-            self._is_taken = False
-            _num_held -= 1
-            if _num_held == 0:
-                gc.unfreeze()
-                gc.set_threshold(*_threshold)
+            if self in _holders:
+                _holders.remove(self)
+                if not _holders:
+                    gc.unfreeze()
+                    gc.set_threshold(*_threshold)

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -60,7 +59,7 @@ class CommandQueue:
     def wait(self, command: Command, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         try:
             return command.done.result(timeout=timeout_s)
-        except FutureTimeoutError:
+        except TimeoutError:
             # What nobody waits for any more must not be done later: its tensors may be gone by then.
             what = "did not take it" if command.done.cancel() else "took it and was not done"
             raise StuckError(

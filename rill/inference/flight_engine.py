@@ -20,7 +20,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -256,7 +255,7 @@ class FlightEngine(Generates):
         future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
             return future.result(timeout_s)
-        except FutureTimeoutError:
+        except TimeoutError:
             future.cancel()
             ended.wait(_CANCEL_TIMEOUT_S)
             raise StuckError(f"{self._where}: {what} did not end within {timeout_s} s") from None

@@ -67,26 +67,21 @@ class PolicyClient:
     def _flush(self) -> None:
         pending, self._pending = self._pending, []
         for epoch in sorted({epoch for _, epoch, _ in pending}):
-            asked = [(request, answer) for request, of, answer in pending if of == epoch]
-            try:
-                self._submit(asked, epoch)
-            except (
-                RequestError
-            ):  # nothing was taken: whoever asks for the impossible is told so, and nobody else
-                for one in asked:
-                    self._submit_one(one, epoch)
-            except Exception as error:  # noqa: BLE001  boundary: the loop would log it, and the episodes wait for ever
-                for _, answer in asked:
-                    answer.set_exception(error)
-
-    def _submit_one(self, one: tuple[Request, asyncio.Future[Completion]], epoch: int) -> None:
-        try:
-            self._submit([one], epoch)
-        except Exception as error:  # noqa: BLE001  boundary, as above
-            one[1].set_exception(error)
+            self._submit([(request, answer) for request, of, answer in pending if of == epoch], epoch)
 
     def _submit(self, asked: Sequence[tuple[Request, asyncio.Future[Completion]]], epoch: int) -> None:
-        futures = self._asked.submit([request for request, _ in asked], epoch)
+        try:
+            futures = self._asked.submit([request for request, _ in asked], epoch)
+        except Exception as error:  # noqa: BLE001  boundary: the loop would log it, and the episodes wait for ever
+            if isinstance(error, RequestError) and len(asked) > 1:
+                for (
+                    one
+                ) in asked:  # nothing was taken: whoever asks for the impossible is told so, and nobody else
+                    self._submit([one], epoch)
+                return
+            for _, answer in asked:
+                answer.set_exception(error)
+            return
         loop = asyncio.get_running_loop()
         for (_, answer), future in zip(asked, futures, strict=True):
             future.add_done_callback(partial(_settle_from_thread, loop, answer))

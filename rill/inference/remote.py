@@ -102,19 +102,19 @@ class ServerHttp:
 
     def _event_error(self, error: Any) -> Exception:
         """A stream has its status line behind it: vLLM, SGLang and rill put the reason into an event."""
-        message = f"{self.name}: {json.dumps(error)[:500]}"
-        code = error.get("code") if isinstance(error, dict) else None
-        is_ours = isinstance(code, int) and 400 <= code < 500 and code != 429
-        is_ours |= isinstance(error, dict) and error.get("type") == "invalid_request_error"
-        return RequestError(message) if is_ours else EngineError(message)
+        told = error if isinstance(error, dict) else {}
+        code = 400 if told.get("type") == "invalid_request_error" else told.get("code")
+        return _error(code if isinstance(code, int) else 500, f"{self.name}: {json.dumps(error)[:500]}")
 
     def _raise_for_status(self, path: str, status: int, text: str) -> None:
-        if status < 400:
-            return
-        message = f"{self.name}: {path} answered {status}: {text[:500]}"
-        if status in (401, 403):
-            raise AccessError(message)
-        raise RequestError(message) if status < 500 and status != 429 else EngineError(message)
+        if status >= 400:
+            raise _error(status, f"{self.name}: {path} answered {status}: {text[:500]}")
+
+
+def _error(status: int, message: str) -> Exception:
+    if status in (401, 403):
+        return AccessError(message)
+    return RequestError(message) if 400 <= status < 500 and status != 429 else EngineError(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
 import numpy as np
@@ -166,7 +165,7 @@ def wait_for_all(
     deadline = time.monotonic() + timeout_s
     try:
         return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
-    except FutureTimeoutError:
+    except TimeoutError:
         num_left, state = sum(not f.done() for f in futures), describe()
         abort()
         message = f"{what}: {num_left} of {len(futures)} requests had not ended after {timeout_s} s"

@@ -18,6 +18,7 @@ from rill.inference.native.sequence import Sequence
 from rill.inference.native.speculation import Speculator
 from rill.models.loading import ModelConfig, load_model
 from rill.types import PolicyVersion, SamplingParams
+from tests.inference.integrity import checked_every_step
 
 VOCAB = 97
 _LLAMA: dict[str, Any] = {
@@ -66,15 +67,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_engine(name: str = "llama", **options: Any) -> NativeEngine:
-    options = {
-        "device": "cpu",
-        "num_kv_blocks": 64,
-        "max_num_seqs": 8,
-        "max_batched_tokens": 32,
-        "check_every_step": True,
-    } | options
-    return NativeEngine(NativeEngine.Config(model=ModelConfig(shape=SHAPES[name]), **options))
+def make_engine(name: str = "llama", *, check_every_step: bool = True, **options: Any) -> NativeEngine:
+    options = {"device": "cpu", "num_kv_blocks": 64, "max_num_seqs": 8, "max_batched_tokens": 32} | options
+    engine = NativeEngine(NativeEngine.Config(model=ModelConfig(shape=SHAPES[name]), **options))
+    return checked_every_step(engine) if check_every_step else engine
 
 
 def reference(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:

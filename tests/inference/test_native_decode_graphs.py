@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rill.inference.native.batch import changed_places
-from rill.inference.native.decode_graphs import graph_sizes, pack
-from rill.inference.native.upload import Upload
+from rill.inference.native.decode_graphs import Upload, graph_sizes, pack
 
 
 def test_columns_are_padded_to_the_graphs_size_and_nothing_else_is_touched() -> None:

@@ -15,6 +15,7 @@ from rill.inference.native.sequence import Sequence
 from rill.inference.native.speculation import FIRST_LENGTH, FIRST_PAUSE, Speculator
 from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion, SamplingParams, StopReason
+from tests.inference.integrity import checked_every_step
 from tests.inference.native_models import SHAPES, Oracle, prompts, reference, request
 
 
@@ -28,9 +29,9 @@ def repetitive() -> Any:
 
 
 def engine_of(model: Any, **options: Any) -> NativeEngine:
-    options = {"num_kv_blocks": 64, "max_num_seqs": 16, "check_every_step": True} | options
+    options = {"num_kv_blocks": 64, "max_num_seqs": 16} | options
     config = NativeEngine.Config(model=ModelConfig(shape=SHAPES["llama"]), device="cpu", **options)
-    return NativeEngine(config, model=model)
+    return checked_every_step(NativeEngine(config, model=model))
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "batch-invariant"])

@@ -24,6 +24,7 @@ from rill.inference.native.cpu_runner import CpuRunner
 from rill.inference.native.engine import NativeEngine
 from rill.inference.native.model_runner import PendingTurn
 from rill.types import PolicyVersion, SamplingParams, StopReason
+from tests.inference.integrity import check_scheduler
 from tests.inference.native_models import VOCAB, Oracle, make_engine, reference
 
 
@@ -110,7 +111,7 @@ def test_a_random_workload_of_overlapped_steps_gives_each_request_what_it_gets_a
     def checked(core: EngineCore) -> None:
         step(core)
         num_in_flight.append(sum(seq.num_in_flight for seq in core.scheduler.running))
-        core.scheduler.check()
+        check_scheduler(core.scheduler)
 
     monkeypatch.setattr(runners, "CpuRunner", LateRunner)
     monkeypatch.setattr(EngineCore, "step", checked)
@@ -218,7 +219,7 @@ def live_randomly(seed: int, batch_invariant: bool, *, device: str, check_every_
         assert num_compared >= 12
         assert crowded.stats().num_preempted > 0, "the cache was not small enough to tell anything"
         assert crowded.stats().num_free_kv_blocks == crowded.stats().num_kv_blocks
-        crowded._core.scheduler.check()
+        check_scheduler(crowded._core.scheduler)
     finally:
         crowded.close()
         alone.close()

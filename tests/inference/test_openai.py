@@ -14,7 +14,7 @@ import pytest
 from rill.errors import ConfigError, EngineError, PeerDiedError, RequestError, UnsupportedError
 from rill.inference.base import Delta, Feature, MemoryLevel, PauseMode, Request
 from rill.inference.openai import OpenAIEngine
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.fake_engine import LOGPROB, FakeEngine
 
@@ -29,7 +29,7 @@ def backend() -> Iterator[FakeEngine]:
 @pytest.fixture(scope="module")
 def engine(backend: FakeEngine) -> Iterator[OpenAIEngine]:
     config = ServerConfig(port=0, model_name="tiny")
-    with serve_in_thread(create_app(backend, backend.tokenizer, config), config) as server:  # type: ignore[arg-type]
+    with BackgroundServer(create_app(backend, backend.tokenizer, config), config) as server:  # type: ignore[arg-type]
         engine = OpenAIEngine(OpenAIEngine.Config(url=server.url + "/v1", model="tiny"))
         yield engine
         engine.close()

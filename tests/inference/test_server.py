@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import rill
 from rill.inference.base import EngineStats, PauseMode
-from rill.inference.server import BackgroundServer, ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.inference.server.text import TextCodec
 from rill.models.card import TrainingCard
 from rill.models.loading import ModelConfig
@@ -29,7 +29,7 @@ from tests.inference.plain_http import http
 
 def start(engine: FakeEngine, **settings: Any) -> BackgroundServer:
     config = ServerConfig(port=0, model_name="tiny", **settings)
-    return serve_in_thread(create_app(engine, engine.tokenizer, config), config)  # type: ignore[arg-type]
+    return BackgroundServer(create_app(engine, engine.tokenizer, config), config)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_a_model_says_how_it_was_trained(engine: FakeEngine, tmp_path: Path) -> 
     TrainingCard(run="demo-1", workflow="grpo", prompts="bare", example="1+1=").save(tmp_path)
     model, config = ModelConfig(path=str(tmp_path)), ServerConfig(port=0, model_name="tiny")
     app = create_app(engine, engine.tokenizer, config, model=model)  # type: ignore[arg-type]
-    with serve_in_thread(app, config) as server:
+    with BackgroundServer(app, config) as server:
         card = httpx.get(f"{server.url}/v1/models/tiny", timeout=20).json()
     assert (card["trained"]["prompts"], card["trained"]["example"]) == ("bare", "1+1=")
 

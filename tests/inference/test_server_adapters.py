@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from rill.cli.serving import build_config
 from rill.inference.native.engine import NativeEngine
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.models.tokenizer import build_char_tokenizer
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.native_models import greedy_tokens, make_engine, prompts, reference
@@ -35,7 +35,7 @@ def engine() -> Iterator[NativeEngine]:
 def client(engine: NativeEngine) -> Iterator[httpx.Client]:
     config = ServerConfig(port=0, model_name="base", admin_key="admin")  # type: ignore[arg-type]
     app = create_app(engine, build_char_tokenizer(), config)
-    with serve_in_thread(app, config) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    with BackgroundServer(app, config) as server, httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
     for name in engine.adapters:
         engine.unload_adapter(name)
@@ -131,7 +131,7 @@ def test_an_engine_without_adapters_says_so(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.features = engine.features - {"lora"}  # type: ignore[misc]
     config = ServerConfig(port=0)
-    with serve_in_thread(create_app(engine, engine.tokenizer, config), config) as server:
+    with BackgroundServer(create_app(engine, engine.tokenizer, config), config) as server:
         body = {"lora_name": "a", "lora_path": str(tmp_path)}
         error = http.post(f"{server.url}/v1/load_lora_adapter", json=body).json()["error"]
         assert error["code"] == "unsupported"

@@ -14,7 +14,7 @@ import torch
 from rill.inference.base import Request
 from rill.inference.native.engine import NativeEngine
 from rill.inference.openai import OpenAIEngine
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.models.loading import ModelConfig, load_model
 from rill.types import PolicyVersion, SamplingParams
 from tests.inference.conformance import EngineConformance
@@ -43,7 +43,7 @@ def engine() -> Iterator[NativeEngine]:
 def url(engine: NativeEngine) -> Iterator[str]:
     config = ServerConfig(port=0, model_name="tiny", api_keys=["secret"])  # type: ignore[list-item]
     assert engine.tokenizer is not None
-    with serve_in_thread(create_app(engine, engine.tokenizer, config), config) as server:
+    with BackgroundServer(create_app(engine, engine.tokenizer, config), config) as server:
         yield server.url
 
 
@@ -224,7 +224,7 @@ def test_tools_through_the_client() -> None:
     tools = [
         {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     ]
-    with serve_in_thread(create_app(fake, fake.tokenizer, config), config) as server:
+    with BackgroundServer(create_app(fake, fake.tokenizer, config), config) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         first = client.chat.completions.create(model="tiny", messages=MESSAGES, tools=tools)
         (call,) = first.choices[0].message.tool_calls
@@ -293,7 +293,7 @@ class TestOpenAIOverTheServer(EngineConformance):
         )
         config = ServerConfig(port=0, model_name="tiny")
         assert native.tokenizer is not None
-        with serve_in_thread(create_app(native, native.tokenizer, config), config) as server:
+        with BackgroundServer(create_app(native, native.tokenizer, config), config) as server:
             adapter = OpenAIEngine(OpenAIEngine.Config(url=f"{server.url}/v1", model="tiny"))
             yield adapter
             adapter.close()

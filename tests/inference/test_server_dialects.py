@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.plain_http import http
 
@@ -19,7 +19,7 @@ SCHEMA = {"type": "object", "properties": {"item": {"type": "string"}}}
 def url() -> Iterator[str]:
     engine = FakeEngine(FakeEngine.Config(answer=CALL, vocab_size=120))
     config = ServerConfig(port=0, model_name="tiny", api_keys=["secret"])  # type: ignore[list-item]
-    with serve_in_thread(create_app(engine, engine.tokenizer, config), config) as server:
+    with BackgroundServer(create_app(engine, engine.tokenizer, config), config) as server:
         yield server.url
     engine.close()
 

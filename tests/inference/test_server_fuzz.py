@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.plain_http import http
 
@@ -51,7 +51,7 @@ _SCHEMA = _schema()
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     engine = FakeEngine(FakeEngine.Config(max_context=48))
-    with serve_in_thread(create_app(engine, engine.tokenizer, _CONFIG), _CONFIG) as server:
+    with BackgroundServer(create_app(engine, engine.tokenizer, _CONFIG), _CONFIG) as server:
         yield server.url
     engine.close()
 
@@ -135,7 +135,7 @@ _KEYS = {"api_keys": ["client"], "admin_key": "admin"}
 def locked_url() -> Iterator[str]:
     engine = FakeEngine()
     config = ServerConfig(port=0, max_body_bytes=4096, **_KEYS)  # type: ignore[arg-type]
-    with serve_in_thread(create_app(engine, engine.tokenizer, config), config) as server:
+    with BackgroundServer(create_app(engine, engine.tokenizer, config), config) as server:
         yield server.url
     engine.close()
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rill.data.tool_calls import SYNTAXES
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.inference.server.reasoning import ReasoningStream
 from rill.inference.server.schemas import FunctionTool, Tool
 from rill.inference.server.tool_calls import ToolCallStream
@@ -79,7 +79,7 @@ def test_an_answer_of_a_reasoning_model_has_both_parts(is_streamed: bool) -> Non
     engine = FakeEngine(FakeEngine.Config(answer="<think>\nhm\n</think>\n\nYes."))
     config = ServerConfig(port=0, reasoning="think")
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": is_streamed}
-    with serve_in_thread(create_app(engine, engine.tokenizer, config), config) as server:
+    with BackgroundServer(create_app(engine, engine.tokenizer, config), config) as server:
         text = http.post(f"{server.url}/v1/chat/completions", json=body, timeout=20).text
     engine.close()
     if is_streamed:

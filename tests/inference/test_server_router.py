@@ -20,7 +20,7 @@ from rill.errors import EngineError, ModelError, PeerDiedError, RequestError, We
 from rill.inference.base import ADAPTER_FILES, Delta, PauseMode, Request
 from rill.inference.native.engine import NativeEngine
 from rill.inference.replica import ReplicaProcess
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
 from rill.inference.server.router import PrefixIndex, Router
 from rill.models.loading import ModelConfig
@@ -262,7 +262,7 @@ def test_what_only_the_engine_refuses_fails_alone(router: Router) -> None:
 def test_a_refusal_by_a_replica_is_a_status_and_not_an_event(router: Router, path: str) -> None:
     wait_for(lambda: ready(router) == 2)
     config = ServerConfig(port=0)
-    with serve_in_thread(create_app(router, build_char_tokenizer(), config), config) as server:
+    with BackgroundServer(create_app(router, build_char_tokenizer(), config), config) as server:
         for wrong in (REFUSED, 5000):
             ids = [40, wrong]
             body = {"prompt": ids, "tokens": ids, "token_ids": ids, "stream": True}
@@ -296,7 +296,7 @@ def test_an_adapter_reaches_all_replicas_and_those_that_come_late(router: Router
 def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:
     wait_for(lambda: ready(router) == 2)
     config = ServerConfig(port=0)
-    with serve_in_thread(create_app(router, build_char_tokenizer(), config), config) as server:
+    with BackgroundServer(create_app(router, build_char_tokenizer(), config), config) as server:
         body = {"prompt": "abcd", "max_tokens": 150, "seed": 3, "stream": True, "return_token_ids": True}
         with http.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rill.data.tool_calls import SYNTAXES, detect_syntax
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.inference.server.schemas import Tool
 from rill.inference.server.tool_calls import ToolCallStream
 from tests.inference.fake_engine import FakeEngine
@@ -98,7 +98,7 @@ def test_markers_that_are_special_tokens_are_read_and_others_stay_out_of_the_tex
     engine.tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[END]"]})
     config = ServerConfig(port=0, tool_syntax="mistral")
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
-    with serve_in_thread(create_app(engine, engine.tokenizer, config), config) as server:
+    with BackgroundServer(create_app(engine, engine.tokenizer, config), config) as server:
         url = f"{server.url}/v1/chat/completions"
         message = http.post(url, json=body).json()["choices"][0]["message"]
         assert message["content"] == "Ok" and message["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'

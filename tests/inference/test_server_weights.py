@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from rill.inference.native.engine import NativeEngine
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.models.loading import ModelConfig, load_model
 
 MODEL = ModelConfig(
@@ -63,7 +63,7 @@ def client(engine: NativeEngine) -> Iterator[httpx.Client]:
     config = ServerConfig(port=0, model_name="tiny")
     assert engine.tokenizer is not None
     app = create_app(engine, engine.tokenizer, config, model=MODEL)
-    with serve_in_thread(app, config) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with BackgroundServer(app, config) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from rill.errors import EngineError, RequestError, UnsupportedError, WeightSyncError
 from rill.inference.base import Feature, MemoryLevel, PauseMode, Request
 from rill.inference.parameters import expected_shapes
-from rill.inference.server import ServerConfig, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig
 from rill.inference.sglang import SglangEngine
 from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion, SamplingParams, StopReason
@@ -172,7 +172,7 @@ class FakeSglang:
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[SglangEngine, FakeSglang]]:
     # The first is as the 0.5 line of October 2025 is, the second as its documentation of 2026 says.
     server = FakeSglang(is_incremental=request.param, is_newer=request.param)
-    with serve_in_thread(server.app, ServerConfig(port=0)) as running:
+    with BackgroundServer(server.app, ServerConfig(port=0)) as running:
         engine = SglangEngine(SglangEngine.Config(url=running.url, model=MODEL, enable_memory_saver=True))
         yield engine, server
         engine.close()
@@ -291,7 +291,7 @@ def test_a_request_that_is_resumed_at_once_is_not_taken_for_its_first_attempt(pa
 def test_control_routes_take_the_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeSglang(is_incremental=False, admin_key="boss")
     monkeypatch.setenv("SGLANG_API_KEY", "client")
-    with serve_in_thread(server.app, ServerConfig(port=0)) as running:
+    with BackgroundServer(server.app, ServerConfig(port=0)) as running:
         engine = SglangEngine(SglangEngine.Config(url=running.url, model=MODEL))
         with pytest.raises(RequestError, match="401"):
             engine.flush()

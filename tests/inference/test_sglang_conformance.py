@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from rill.inference.base import Delta, Engine, MemoryLevel, PauseMode, Request
 from rill.inference.native.engine import NativeEngine
-from rill.inference.server import ServerConfig, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig
 from rill.inference.sglang import SglangEngine
 from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion, SamplingParams, StopReason
@@ -142,7 +142,7 @@ class TestSglang(EngineConformance):
     @classmethod
     def engine(cls) -> Iterator[Engine]:
         native = make_engine(check_every_step=False)
-        with serve_in_thread(SglangOverNative(native).app, ServerConfig(port=0)) as server:
+        with BackgroundServer(SglangOverNative(native).app, ServerConfig(port=0)) as server:
             model = ModelConfig(shape=SHAPES["llama"])
             adapter = SglangEngine(SglangEngine.Config(url=server.url, model=model, enable_memory_saver=True))
             yield adapter

@@ -15,10 +15,11 @@ import torch
 from rill.errors import RequestError
 from rill.inference.base import Feature, Request
 from rill.inference.native.engine import NativeEngine
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.models.loading import load_model
 from rill.models.pictures import PictureReader, load_pictures, rope_positions
 from rill.types import Picture, PolicyVersion, SamplingParams
+from tests.inference.integrity import checked_every_step
 from tests.models.tiny_vision import SHAPES, noise, plain, plain_logprobs, shown, tiny
 
 GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True)
@@ -33,8 +34,8 @@ def reader_of(model_type: str) -> PictureReader:
 def engine_of(model_type: str, **settings: Any) -> NativeEngine:
     """Blocks and steps so small that pictures are cut by both."""
     config = {"num_kv_blocks": 64, "max_num_seqs": 8, "block_size": 4, "max_batched_tokens": 16}
-    return NativeEngine(
-        NativeEngine.Config(model=tiny(model_type), check_every_step=True, **{**config, **settings})
+    return checked_every_step(
+        NativeEngine(NativeEngine.Config(model=tiny(model_type), **{**config, **settings}))
     )
 
 
@@ -158,7 +159,7 @@ def client() -> Iterator[httpx.Client]:
     assert engine.tokenizer is not None
     config = ServerConfig(port=0)
     app = create_app(engine, engine.tokenizer, config, model=tiny("qwen2_5_vl"))
-    with serve_in_thread(app, config) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with BackgroundServer(app, config) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
     engine.close()
 

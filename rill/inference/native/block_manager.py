@@ -190,30 +190,6 @@ class BlockManager:
             self._runs.popitem(last=False)
         return found
 
-    # --- integrity ---------------------------------------------------------------------------------------
-
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Recount everything from the sequences; an AssertionError names the first block that disagrees."""
-        refs = [0] * self.num_blocks
-        for seq in sequences:
-            for block in seq.block_ids:
-                refs[block] += 1
-        free, idle = set(self._free), set(self._idle)
-        assert refs[NULL_BLOCK] == 0 and NULL_BLOCK not in free | idle, "the null block was handed out"
-        assert len(free) == len(self._free) and not free & idle, "a block is free twice"
-        for block in range(1, self.num_blocks):
-            assert refs[block] == self._num_refs[block], (
-                f"block {block}: {self._num_refs[block]} references are counted, {refs[block]} exist"
-            )
-            is_out = block in free or block in idle
-            assert is_out == (refs[block] == 0), f"block {block} has {refs[block]} holders and free={is_out}"
-            key = self._key_of[block]
-            assert (key is not None) or block not in idle, f"idle block {block} has no key"
-            assert key is None or (block not in free and self._cached.get(key) == block), (
-                f"block {block} is cached under a key that leads elsewhere"
-            )
-        assert len(self._cached) == sum(k is not None for k in self._key_of), "a cache key leads nowhere"
-
 
 def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()

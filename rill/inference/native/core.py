@@ -67,7 +67,6 @@ class EngineCore:
             speculator=self._speculator,
         )
         self.builder = BatchBuilder(max_num_seqs, -(-max_context // blocks.block_size), blocks.block_size)
-        self._check_every_step = config.check_every_step
         self._pending: Launched | None = None
         self._news: list[News] = []
         """What was read and is not delivered."""
@@ -126,9 +125,6 @@ class EngineCore:
         self._deliver()
         if not self.runner.is_overlapped:
             self.drain()
-        if self._check_every_step:
-            self.drain()
-            self.scheduler.check()
 
     def _launch(self, work: Work) -> Launched | None:
         if not work:

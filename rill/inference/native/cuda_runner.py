@@ -15,7 +15,7 @@ Axes: N token of the flat batch, B sequence, S sampled row, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,11 @@ import torch
 
 from rill.inference.collector import CollectorHold
 from rill.inference.native.batch import StepBatch, changed_places
-from rill.inference.native.decode_graphs import NUM_PROGRAMS, DecodeGraphs, sampling_columns
+from rill.inference.native.decode_graphs import NUM_PROGRAMS, Array, DecodeGraphs, Upload, sampling_columns
 from rill.inference.native.logit_edits import apply_edits
 from rill.inference.native.model_runner import LoadedModel, ModelRunner, PendingTurn, TurnResult, refusal
-from rill.inference.native.offload import WeightOffload
 from rill.inference.native.sampler import SamplingBatch, likeliest, resample_masked
 from rill.inference.native.triton_sampler import TritonSampler
-from rill.inference.native.upload import Array, Upload
 from rill.models.decode.attention_paged import PagedBatch
 from rill.models.decode.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, work_in_runs
 from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
@@ -388,3 +386,37 @@ class CudaRunner(ModelRunner):
     ) -> torch.Tensor:
         inverse_S = 1.0 / torch.full((len(targets_S),), temperature, device=self.device)
         return token_logprobs(self.logits(hidden_SE), targets_S, inverse_S)
+
+
+class WeightOffload:
+    """Weights out of a device's memory and back, with every tensor and view over them still valid afterwards: holds
+    pinned copies of parameters whose device storage has been given back."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+
+    def offload(self, parameters: Iterable[torch.Tensor], device: torch.device) -> None:
+        seen: set[int] = set()
+        for tensor in parameters:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in seen:
+                continue  # tied, or parts of one joined projection
+            seen.add(storage.data_ptr())
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+            host.copy_(_bytes_of(storage, device), non_blocking=True)
+            self._held.append((storage, host))
+        torch.cuda.synchronize(device)
+        for storage, _ in self._held:
+            storage.resize_(0)
+        torch.cuda.empty_cache()
+
+    def reload(self, device: torch.device) -> None:
+        for storage, host in self._held:
+            storage.resize_(host.numel())
+            _bytes_of(storage, device).copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+        self._held.clear()
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

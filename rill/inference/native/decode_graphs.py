@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,6 @@ import torch
 
 from rill.inference.native.batch import StepBatch
 from rill.inference.native.sampler import SamplingBatch
-from rill.inference.native.upload import Array, Upload, aligned
 from rill.models.decode.attention_paged import PagedBatch
 from rill.models.decode.decode_work import (
     GROUP_ROWS,
@@ -41,6 +41,8 @@ from rill.models.decode.decode_work import (
 )
 from rill.models.decode.low_rank import NO_ADAPTER
 
+Array = npt.NDArray[np.int32]
+
 NUM_PROGRAMS = 256
 """Of attention, that keep a device busy: about two to a multiprocessor."""
 MIN_SHARED_ENTRIES = 64
@@ -48,6 +50,7 @@ NUM_COLUMNS = 9
 SAMPLING_COLUMNS = range(4, 8)
 """Table rows, 1/temperature, greedy, uniform: what the sampler reads."""
 ADAPTER_COLUMN = 8
+NUM_LARGE = 6
 
 RunStep = Callable[[torch.Tensor, torch.Tensor, PagedBatch, "torch.Tensor | None"], torch.Tensor]
 """Token ids (below 0: the newest of its slot), positions, where they belong, adapters' numbers -> logits."""
@@ -259,3 +262,48 @@ def sampling_columns(sampling: SamplingBatch) -> list[Array]:
         is_greedy.astype(np.int32),
         sampling.uniform_S.astype(np.float32).view(np.int32),
     ]
+
+
+def aligned(num_words: int) -> int:
+    """Triton compiles a kernel again for every pattern of aligned and unaligned pointers: all are aligned."""
+    return -(-num_words // 32) * 32
+
+
+class Upload:
+    """Small arrays from the host to the device, many in one copy and without waiting for it. Writes into pinned buffers
+    that are used in turn: one is written again when its copy is long done."""
+
+    def __init__(self, num_words: int, num_usual: int, device: torch.device, num_staging: int) -> None:
+        """num_staging buffers of num_usual words, as many as are ever under way at one time, and a few of num_words for
+        what is larger: prompts and whole block tables, at most two in a turn of the host."""
+        self._device = device
+        sizes = [(num_usual, num_staging), (max(num_words, num_usual), NUM_LARGE)]
+        self._rings = [(words, cycle([_pinned(words) for _ in range(count)])) for words, count in sizes]
+        self._staged = next(self._rings[0][1])
+
+    def __call__(self, arrays: list[Array]) -> list[torch.Tensor]:
+        """int32 tensors on the device, views of one fresh buffer."""
+        starts, at = [], 0
+        for array in arrays:
+            starts.append(at)
+            at += aligned(len(array))
+        into = torch.empty(at, dtype=torch.int32, device=self._device)
+        view = self.stage(at)
+        for start, array in zip(starts, arrays, strict=True):
+            view[start : start + len(array)] = array
+        self.send(at, into)
+        return [into[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]
+
+    def stage(self, num_words: int) -> Array:
+        """The next staging buffer for so many words, to be written and sent. What it holds is undefined."""
+        self._staged = next(next(ring for words, ring in self._rings if words >= num_words))
+        return self._staged[1]
+
+    def send(self, num_words: int, into: torch.Tensor) -> None:
+        """The first words of the buffer that stage() gave last."""
+        into[:num_words].copy_(self._staged[0][:num_words], non_blocking=True)
+
+
+def _pinned(num_words: int) -> tuple[torch.Tensor, Array]:
+    buffer = torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+    return buffer, buffer.numpy()

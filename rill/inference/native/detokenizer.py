@@ -8,6 +8,7 @@ by the same detokenizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class IncrementalDetokenizer:
 
     def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         """is_last: half a character is not waited for, and nothing comes after it."""
-        self._ids += tokens
+        self._ids = [*self._ids, *tokens]  # another list: a copy of this object keeps its own
         text = self._decode(self._ids, self._skip)
         is_partial = text.endswith(INCOMPLETE) and len(self._ids) - self._num_out <= MAX_PARTIAL
         if not is_last and (is_partial or len(text) <= len(self._before)):
@@ -69,12 +70,6 @@ class IncrementalDetokenizer:
         self._num_out = len(self._ids)
         self._before = self._decode(self._ids, self._skip)
         return new
-
-    def state(self) -> tuple[list[int], int, str]:
-        return list(self._ids), self._num_out, self._before
-
-    def go_back(self, state: tuple[list[int], int, str]) -> None:
-        self._ids, self._num_out, self._before = list(state[0]), state[1], state[2]
 
 
 class StopMatcher:
@@ -90,11 +85,14 @@ class StopMatcher:
     def push(self, tokens: Sequence[int]) -> int | None:
         """How many of them there are up to the one that completes a stop string; None: none does."""
         if len(tokens) > 1:
-            state, tail = self._detokenizer.state(), self._tail
+            before, tail = copy(self._detokenizer), self._tail
             if not self._finds(tokens) and not self._detokenizer.has_partial:
                 return None
-            self._detokenizer.go_back(state)  # once more, to see at which of them
-            self._tail, self.matched = tail, None
+            self._detokenizer, self._tail, self.matched = (
+                before,
+                tail,
+                None,
+            )  # once more, to see at which of them
         for count, token in enumerate(tokens, start=1):
             if self._finds([token]):
                 return count

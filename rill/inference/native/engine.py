@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,7 +46,7 @@ from rill.inference.native.admission import Admission
 from rill.inference.native.core import EngineCore
 from rill.inference.native.followers import lead
 from rill.inference.native.model_runner import ModelRunner
-from rill.inference.native.runners import build_runner, context_limit
+from rill.inference.native.runners import build_runner
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.requests import wait_for_all
 from rill.models.loading import ModelConfig, load_tokenizer
@@ -117,8 +116,6 @@ class NativeEngine:
         """Capture the decode step at a few batch sizes. CUDA only."""
         seed: int = 0
         """Seeds the requests that bring no seed of their own."""
-        check_every_step: bool = False
-        """Recount all blocks after every step. For tests: it costs a pass over the cache's bookkeeping."""
 
         @model_validator(mode="after")
         def _can_be_spread(self) -> NativeEngine.Config:
@@ -167,7 +164,7 @@ class NativeEngine:
             raise
 
     def _assemble(self, config: Config) -> None:
-        limit = context_limit(self._runner.model.config, config.max_context)
+        limit = self._runner.max_len
         num_blocks = _num_blocks(self._runner, config, limit)
         self.max_context = min(limit, (num_blocks - 1) * config.block_size)
         self._core = EngineCore(self._runner, config, num_blocks, self.max_context)
@@ -235,7 +232,7 @@ class NativeEngine:
         drained = self._commands.call("pause", lambda: self._core.set_pause(mode), timeout_s)
         try:
             drained.result(timeout=max(0.0, deadline - time.monotonic()))
-        except FutureTimeoutError:
+        except TimeoutError:
             raise StuckError(
                 f"pause({mode}): requests still run after {timeout_s} s ({self._core.describe()})"
             ) from None

@@ -41,7 +41,7 @@ from rill.errors import ConfigError, EngineDiedError, EngineError, RillError
 from rill.inference.commands import MOVE_TIMEOUT_S
 from rill.inference.native.batch import StepBatch, changed_places
 from rill.inference.native.model_runner import ModelRunner, PendingTurn, TurnResult
-from rill.inference.native.runners import context_limit, device_of, load_runner
+from rill.inference.native.runners import device_of, load_runner
 from rill.inference.native.self_check import check_runner
 from rill.inference.native.weight_update import WeightTargets
 from rill.models.decode.shards import check_divides
@@ -328,9 +328,8 @@ class Follower:
         self._runner, _ = load_runner(config, None, group=self._group)
         self._runner.enter_thread()
         self._targets = self._runner.weight_targets()
-        limit = context_limit(self._runner.model.config, config.max_context)
-        size = (self._runner.max_num_seqs, -(-limit // config.block_size))
-        self._tables = np.zeros(size, dtype=np.int32)
+        num_columns = -(-self._runner.max_len // config.block_size)
+        self._tables = np.zeros((self._runner.max_num_seqs, num_columns), dtype=np.int32)
 
     def do(self, method: str, args: tuple[Any, ...]) -> None:
         if method == "follow":

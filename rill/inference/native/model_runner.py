@@ -106,7 +106,7 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, config: NativeEngine.Config) -> None:
         self._loaded = loaded
         self.model = model = loaded.model
-        self.device, self.shards = loaded.device, loaded.shards
+        self.device, self.shards, self.max_len = loaded.device, loaded.shards, loaded.max_len
         self.max_num_seqs = config.max_num_seqs or self.usual_num_slots
         self.batch_invariant = config.batch_invariant
         self.head: Any = model.get_output_embeddings()

@@ -211,13 +211,6 @@ class Scheduler:
         self.num_preempted += 1
         self.add(seq)
 
-    def check(self) -> None:
-        """Block accounting and slots, recounted. Costs a pass over all blocks."""
-        self.blocks.check(self.running)
-        assert all(not seq.block_ids for seq in self.waiting), "a waiting sequence holds blocks"
-        slots = [seq.slot for seq in self.running] + self._free_slots
-        assert len(slots) == len(set(slots)), "two sequences share a slot"
-
     def _make_room(self) -> None:
         """Preempt from the end until every sequence in the middle of generation can take its next token."""
         size = self.blocks.block_size

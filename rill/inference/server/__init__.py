@@ -2,11 +2,11 @@
 
     client ── auth ── limits ── routes ── Generation ── Engine (or Router: several replicas as one Engine)
 
-`rill serve` builds it (rill/cli/serving.py); tests and workflows use `create_app` and `serve_in_thread`.
+`rill serve` builds it (rill/cli/serving.py); tests and workflows use `create_app` and `BackgroundServer`.
 """
 
 from rill.inference.server.app import create_app
 from rill.inference.server.config import ServerConfig
-from rill.inference.server.run import BackgroundServer, bind, serve, serve_in_thread
+from rill.inference.server.run import BackgroundServer, bind, serve
 
-__all__ = ["BackgroundServer", "ServerConfig", "bind", "create_app", "serve", "serve_in_thread"]
+__all__ = ["BackgroundServer", "ServerConfig", "bind", "create_app", "serve"]

@@ -4,7 +4,7 @@
              404, 405   401, 403   413, 400                       whatever it raises ─▶ errors.py
 
 No web framework does it: resolving a handler's arguments, middlewares and a task group around every stream took longer
-than everything that an answer needs. Handlers are listed in `Routes`, by module; /openapi.json describes them by their bodies.
+than everything that an answer needs. Handlers are listed in `Routes`, by module; `describe` tells of them.
 """
 
 from __future__ import annotations

@@ -7,13 +7,12 @@ import asyncio
 import base64
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
 from starlette.responses import Response
 
-from rill.inference.base import AdapterEngine, EmbeddingEngine, Feature
+from rill.inference.base import EmbeddingEngine, Feature
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import OpenAIAnswer, completion_logprobs, respond
 from rill.inference.server.errors import bad_request
@@ -161,11 +160,10 @@ def _as_piece(prompt: Sequence[int], scores: Floats) -> Piece:
 
 async def score(state: ServerState, prompts: Sequence[Sequence[int]], model: str | None) -> list[Any]:
     """The engine's score, by the model or the adapter of that name, off the event loop."""
-    adapter, run = state.adapter_of(model), state.engine.score
-    if adapter is not None:
-        run = partial(cast(AdapterEngine, state.engine).score, adapter=adapter)
+    adapter, timeout_s = state.adapter_of(model), state.config.request_timeout_s or 3600.0
+    options = {} if adapter is None else {"adapter": adapter}
     sequences = [np.asarray(prompt, dtype=np.int32) for prompt in prompts]
-    return await asyncio.to_thread(run, sequences, 1.0, state.config.request_timeout_s or 3600.0)
+    return await asyncio.to_thread(state.engine.score, sequences, 1.0, timeout_s, **options)
 
 
 def _written(values: Floats, form: str) -> Any:

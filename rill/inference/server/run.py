@@ -126,13 +126,10 @@ def serve(
         hold.give_back()
 
 
-def serve_in_thread(app: Application, config: ServerConfig, timeout_s: float = 30.0) -> BackgroundServer:
-    """Serve from a daemon thread. Use as a context manager; `.url` is the base address."""
-    return BackgroundServer(app, config, timeout_s)
-
-
 class BackgroundServer:
-    def __init__(self, app: Application, config: ServerConfig, timeout_s: float) -> None:
+    """Serves from a daemon thread. Use as a context manager; `.url` is the base address."""
+
+    def __init__(self, app: Application, config: ServerConfig, timeout_s: float = 30.0) -> None:
         listener = bind(config)
         self.url = url_of(listener)
         self._timeout_s = timeout_s
