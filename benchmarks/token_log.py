@@ -38,10 +38,9 @@ from typing import Any
 import numpy as np
 
 from rill.inference.base import Completion, Request
-from rill.inference.gate import EngineGate
 from rill.inference.native.engine import NativeEngine
 from rill.inference.native.sequence import Sequence
-from rill.inference.policy import Asked
+from rill.inference.policy import Asked, EngineGate
 from rill.journal.logged import LoggedEngine
 from rill.journal.reader import LogReader, segments
 from rill.journal.token_log import FOLDER, JournalConfig, TokenLog

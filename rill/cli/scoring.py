@@ -16,8 +16,7 @@ from rill.envs.episode import run_episode
 from rill.envs.rewards.runner import response_text
 from rill.errors import DataError
 from rill.inference.base import ENGINES, Engine
-from rill.inference.gate import EngineGate
-from rill.inference.policy import PolicyClient
+from rill.inference.policy import EngineGate, PolicyClient
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.models.pictures import load_pictures
 from rill.telemetry.evaluations import Answer

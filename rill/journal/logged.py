@@ -20,7 +20,7 @@ import numpy as np
 
 from rill.inference.base import Completion, Delta, Request
 from rill.inference.continued import Decode, joined, rest_of
-from rill.inference.gate import EngineGate
+from rill.inference.policy import EngineGate
 from rill.journal.checkpoints import needed_now
 from rill.journal.reader import LoggedSequence, LogReader, group_of
 from rill.journal.records import Finished

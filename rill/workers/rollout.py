@@ -29,8 +29,7 @@ from typing import Any
 from rill.config import PartConfig
 from rill.errors import RequestError
 from rill.inference.base import ENGINES, Engine, MemoryLevel, PauseMode
-from rill.inference.gate import EngineGate, answered
-from rill.inference.policy import Asked
+from rill.inference.policy import Asked, EngineGate, answered
 from rill.journal.logged import LoggedEngine
 from rill.models.loading import load_tokenizer
 from rill.runtime.channel import Channel, Lease

@@ -13,8 +13,7 @@ import pytest
 
 from rill.errors import TooLongError
 from rill.inference.base import Completion, Feature, Request
-from rill.inference.gate import EngineGate
-from rill.inference.policy import PolicyClient
+from rill.inference.policy import EngineGate, PolicyClient
 from rill.telemetry import trace
 from rill.types import SamplingParams, StopReason
 

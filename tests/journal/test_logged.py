@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from rill.inference.base import Completion, Delta, Feature, Request
-from rill.inference.gate import EngineGate
+from rill.inference.policy import EngineGate
 from rill.journal.logged import LoggedEngine
 from rill.journal.token_log import WRITER_SHARE, JournalConfig, TokenLog
 from rill.types import SamplingParams, StopReason

@@ -10,7 +10,6 @@ from rill.inference.server import (
     routes_chat,
     routes_completions,
     routes_dialects,
-    routes_models,
     routes_tokens,
 )
 from rill.inference.server.config import ServerConfig
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 
     from rill.models.loading import ModelConfig
 
-ROUTES = (
-    routes_tokens, routes_completions, routes_chat, routes_dialects, routes_models, routes_admin,
-)  # fmt: skip
+ROUTES = (routes_tokens, routes_completions, routes_chat, routes_dialects, routes_admin)
 
 
 def create_app(

@@ -10,7 +10,6 @@ from starlette.responses import Response
 from rill.inference.base import Feature, Guide
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import OpenAIAnswer, finish_reason, logprob_entries, respond
-from rill.inference.server.chat import encode_chat
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes
@@ -18,7 +17,7 @@ from rill.inference.server.reasoning import CLOSE, OPEN, ReasoningStream
 from rill.inference.server.sampling import build_requests
 from rill.inference.server.schemas import ChatBody, ChatTokensBody, NamedTool
 from rill.inference.server.state import ServerState
-from rill.inference.server.text import TextStream
+from rill.inference.server.text import TextStream, encode_chat
 from rill.inference.server.tool_calls import ToolCallStream, forced_call
 from rill.types import Picture
 

@@ -17,7 +17,6 @@ from starlette.responses import Response
 from rill.data.dialects import ANTHROPIC, RESPONSES, Answer, Dialect
 from rill.errors import RillError
 from rill.inference.server.answers import respond
-from rill.inference.server.chat import encode_chat
 from rill.inference.server.errors import (
     ApiError,
     bad_request,
@@ -29,6 +28,7 @@ from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes
 from rill.inference.server.routes_chat import ChatAnswer
 from rill.inference.server.schemas import ChatBody, DialectBody, MessagesBody, ResponsesBody
+from rill.inference.server.text import encode_chat
 
 routes = Routes()
 

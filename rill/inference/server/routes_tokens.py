@@ -12,7 +12,6 @@ from starlette.responses import Response
 from rill.inference.base import Completion, Feature
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import finish_reason, logprob_entries, respond, usage
-from rill.inference.server.chat import encode_chat
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples, finite
 from rill.inference.server.http import DONE, Access, Call, Routes, event
@@ -20,6 +19,7 @@ from rill.inference.server.routes_completions import score
 from rill.inference.server.sampling import build_requests, new_id
 from rill.inference.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from rill.inference.server.state import ServerState
+from rill.inference.server.text import encode_chat
 
 routes = Routes()
 

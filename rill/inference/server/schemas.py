@@ -1,6 +1,6 @@
 """What clients may send. Types are strict, as OpenAI's are; a field that is not known here is refused by its name.
 
-A field that is known and cannot be honoured is refused by a route, never ignored: see sampling.py and chat.py. A field
+A field that is known and cannot be honoured is refused by a route, never ignored: see sampling.py and text.py. A field
 that is null asks for nothing, and a few (`HINTS`) are only about accounting or about how others compute.
 Answers are plain dictionaries built beside the routes; they are encoded by msgspec, not validated again.
 """
@@ -146,7 +146,7 @@ class ImageUrl(BaseModel):
 
 
 class ContentPart(BaseModel):
-    """Of other types than these there are many, with fields of their own; chat.py refuses them by their type."""
+    """Of other types than these there are many, with fields of their own; text.py refuses them by their type."""
 
     model_config = ConfigDict(strict=True)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -18,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2.exceptions import TemplateError
 
+from rill.data.pictures import read_parts, template_parts
 from rill.data.tool_calls import held_back
 from rill.errors import DataError
 from rill.inference.native.detokenizer import IncrementalDetokenizer, plain_decode
 from rill.inference.server.errors import bad_request
-from rill.inference.server.schemas import SamplingBody
+from rill.inference.server.schemas import ChatMessage, ChatTemplateBody, SamplingBody
 from rill.types import Picture
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ if TYPE_CHECKING:
 
 _INLINE_CHARS = 8192
 """Texts up to this long are encoded on the event loop: a thread switch would cost more."""
+_RESERVED = {
+    "messages", "conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "tokenizer_kwargs", "return_assistant_tokens_mask",
+    "processor_kwargs",
+}  # fmt: skip
+"""Arguments of a template that are not the client's to set."""
 
 
 class Memo(dict[int, str]):
@@ -187,3 +195,66 @@ class TextStream:
             out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         self.text += out
         return out
+
+
+async def encode_chat(codec: TextCodec, body: ChatTemplateBody) -> tuple[list[int], tuple[Picture, ...]]:
+    """The prompt of a conversation, and the pictures in it."""
+    files: list[bytes] = []
+    messages = [_template_message(message, files) for message in body.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    text = await codec.render(messages, tools or None, _template_options(body))
+    if files:
+        return await codec.encode_pictures(text, files)
+    return await codec.encode(text, add_special_tokens=False), ()
+
+
+def _template_options(body: ChatTemplateBody) -> dict[str, Any]:
+    """Keyword arguments of the template."""
+    if body.add_generation_prompt and body.continue_final_message:
+        raise bad_request(
+            "add_generation_prompt and continue_final_message exclude each other", "continue_final_message"
+        )
+    options = dict(body.chat_template_kwargs or {})
+    if clash := sorted(_RESERVED & options.keys()):
+        raise bad_request(f"chat_template_kwargs may not set {', '.join(clash)}", "chat_template_kwargs")
+    options["add_generation_prompt"] = body.add_generation_prompt
+    options["continue_final_message"] = body.continue_final_message
+    return options
+
+
+def _template_message(message: ChatMessage, files: list[bytes]) -> dict[str, Any]:
+    out = message.model_dump(include={"role", "name", "reasoning_content", "tool_call_id"}, exclude_none=True)
+    out["content"] = _content(message, files)
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return out
+
+
+def _content(message: ChatMessage, files: list[bytes]) -> str | list[dict[str, str]]:
+    """Text, or with pictures the parts of it; what is neither is refused."""
+    if not isinstance(message.content, list):
+        return message.content or ""
+    try:
+        content, pictures = read_parts([part.model_dump(exclude_none=True) for part in message.content])
+    except DataError as error:
+        raise bad_request(str(error), "messages", "unsupported") from error
+    files += pictures
+    return template_parts(content) if pictures else content
+
+
+def _arguments(arguments: str | dict[str, Any]) -> Any:
+    """Templates write arguments as JSON themselves: a string given to them would be quoted twice."""
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        value = json.loads(arguments) if arguments else {}
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
