@@ -24,17 +24,6 @@ log = logging.getLogger(__name__)
 Decode = Callable[[TokenIds], str]
 
 
-def nothing_said(request: Request) -> Completion:
-    """The answer to a request that was put back before the engine saw it."""
-    return Completion(
-        request_id=request.id,
-        token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        versions=np.zeros(0, np.int32),
-        stop_reason=StopReason.ABORTED,
-    )
-
-
 def rest_of(request: Request, said: TokenIds) -> Request:
     """The same request behind what was said to it, which counts towards its limits."""
     sampling, num_said = request.sampling, len(said)

@@ -28,7 +28,7 @@ from typing import Protocol, TypeVar
 
 from rill.errors import RequestError
 from rill.inference.base import Completion, Delta, Engine, Feature, Request
-from rill.inference.continued import Decode, joined, nothing_said, rest_of
+from rill.inference.continued import Decode, Flight, joined, rest_of
 from rill.telemetry import trace
 from rill.types import Picture, SamplingParams, StopReason, TokenIds
 
@@ -57,8 +57,7 @@ class PolicyClient:
 
     def seed_of(self, request_id: str) -> int:
         """The same run seed and request give the same tokens, on whichever engine they are made."""
-        digest = hashlib.blake2b(f"{self._seed}:{request_id}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        return _hashed(f"{self._seed}:{request_id}")
 
     async def complete(self, request: Request, epoch: int) -> Completion:
         loop = asyncio.get_running_loop()
@@ -144,18 +143,17 @@ def _settle_from_thread(
     loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Completion], future: Future[Completion]
 ) -> None:
     """Runs in the engine's thread. A loop that ended early (an episode failed) no longer wants its answers."""
+
+    def settle() -> None:
+        if answer.cancelled():
+            return
+        if (error := future.exception()) is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(future.result())
+
     with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(_settle, answer, future)
-
-
-def _settle(answer: asyncio.Future[Completion], future: Future[Completion]) -> None:
-    if answer.cancelled():
-        return
-    error = future.exception()
-    if error is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(future.result())
+        loop.call_soon_threadsafe(settle)
 
 
 class EngineGate:
@@ -180,7 +178,7 @@ class EngineGate:
     ) -> list[Future[Completion]]:
         with self._lock:
             if epoch <= self._stopped_through:
-                return [answered(nothing_said(request)) for request in requests]
+                return [answered(Flight(request, None).aborted()) for request in requests]
             if Feature.SEEDED_BY_POSITION not in self._engine.features:
                 requests = [_reseeded(request) for request in requests]
             begun = {request.id: epoch for request in requests if request.id not in self._running}
@@ -232,9 +230,12 @@ def _reseeded(request: Request) -> Request:
     sampling = request.sampling
     if request.num_generated == 0 or sampling.seed is None:
         return request
-    digest = hashlib.blake2b(f"{sampling.seed}+{request.num_generated}".encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little") >> 1
+    seed = _hashed(f"{sampling.seed}+{request.num_generated}")
     return replace(request, sampling=replace(sampling, seed=seed))
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def answered(answer: T) -> Future[T]:

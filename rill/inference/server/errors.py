@@ -14,16 +14,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from rill.errors import (
-    EngineError,
-    PeerDiedError,
-    RequestError,
-    RillError,
-    StuckError,
-    UnsupportedError,
-    UserError,
-    WeightSyncError,
-)
+from rill.errors import EngineError, PeerDiedError, StuckError, UnsupportedError, UserError, WeightSyncError
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -41,17 +32,6 @@ ERRORS = {
     if status != 405
 }
 """For the API's own description."""
-
-_STATUS: tuple[tuple[type[RillError], int], ...] = (
-    (RequestError, 400),
-    (UnsupportedError, 400),
-    (WeightSyncError, 409),
-    (UserError, 400),
-    (PeerDiedError, 503),
-    (StuckError, 503),
-    (EngineError, 503),
-)
-"""First match wins."""
 
 
 @dataclass(eq=False)
@@ -76,9 +56,12 @@ def to_api_error(error: Exception) -> ApiError:
     """What a client sees of an exception from below."""
     if isinstance(error, ApiError):
         return error
-    for kind, status in _STATUS:
-        if isinstance(error, kind):
-            return ApiError(status, str(error), code="unsupported" if kind is UnsupportedError else None)
+    if isinstance(error, UserError):
+        return bad_request(str(error), code="unsupported" if isinstance(error, UnsupportedError) else None)
+    if isinstance(error, WeightSyncError):
+        return ApiError(409, str(error))
+    if isinstance(error, PeerDiedError | StuckError | EngineError):
+        return ApiError(503, str(error))
     return ApiError(500, "the server met an internal error; its log has the details")
 
 
