@@ -12,8 +12,8 @@ import torch
 from rill.errors import EngineError
 from rill.inference.base import Completion, Request
 from rill.inference.native import core
-from rill.inference.native.cpu_runner import CpuRunner
 from rill.inference.native.engine import NativeEngine
+from rill.inference.native.model_runner import CpuRunner
 from rill.inference.native.sequence import Sequence
 from rill.inference.native.speculation import Speculator
 from rill.models.loading import ModelConfig, load_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rill.inference.native.host_memory import free_host_bytes
+from rill.inference.native.model_runner import free_host_bytes
 
 
 def test_a_container_has_its_own_limit(tmp_path: Path) -> None:

@@ -20,9 +20,8 @@ from rill.inference.base import Completion, MemoryLevel, PauseMode, Request
 from rill.inference.native import runners
 from rill.inference.native.batch import IN_FLIGHT, StepBatch
 from rill.inference.native.core import EngineCore
-from rill.inference.native.cpu_runner import CpuRunner
 from rill.inference.native.engine import NativeEngine
-from rill.inference.native.model_runner import PendingTurn
+from rill.inference.native.model_runner import CpuRunner, PendingTurn
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.integrity import check_scheduler
 from tests.inference.native_models import VOCAB, Oracle, make_engine, reference

@@ -1,8 +1,8 @@
 """Runs the steps of a turn: flat batches in, sampled tokens and scores out.
 
-The base class is the CPU runner and the reference for others. It owns the model's modules, the KV cache tensors
-and the way from hidden states to tokens; the scheduler's decisions and the sequences' states are not its business.
-`launch` starts a turn and returns at once where the device allows it; what it returns waits for the turn's numbers.
+The base class is the reference for others. It owns the model's modules, the KV cache tensors and the way from hidden
+states to tokens; the scheduler's decisions and the sequences' states are not its business. `launch` starts a turn and
+returns at once where the device allows it; what it returns waits for the turn's numbers.
 
 The modules are Hugging Face's own. Where rill.models.decode.structure can describe the model, the same parameters are
 run through that shorter path instead of the modules' forward methods. self_check.py holds both against the modules.
@@ -14,16 +14,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 
 from rill.errors import ModelError, UnsupportedError
 from rill.inference.native.adapters import AdapterStore
 from rill.inference.native.batch import StepBatch
-from rill.inference.native.host_memory import free_host_bytes
 from rill.inference.native.sampler import likeliest, sample
 from rill.inference.native.scheduler import Chunk
 from rill.inference.native.sequence import ScoredSequence
@@ -34,6 +35,7 @@ from rill.models.decode.quantized import Writer, quantize_stages, quantize_weigh
 from rill.models.decode.shards import Shards
 from rill.models.decode.structure import read_structure
 from rill.models.eager import LogitRule, Probe, decoder_of
+from rill.models.ops.cpu_kernels import CpuKernels, load_cpu_kernels
 from rill.models.ops.fp8 import FP8, multiplies_fp8
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.torch_kernels import TorchKernels
@@ -50,6 +52,11 @@ logger = logging.getLogger(__name__)
 
 SCORE_ROWS = 512
 """Rows whose logits exist at one time while scoring: rows x vocabulary fp32 is the peak memory."""
+CGROUPS = Path("/sys/fs/cgroup")
+_FILES = (
+    ("memory.max", "memory.current"),  # control groups, version 2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +346,64 @@ class ModelRunner:
     ) -> torch.Tensor:
         logprobs_SV = self.logits(hidden_SE).div_(temperature).log_softmax(-1)
         return logprobs_SV.gather(1, targets_S[:, None])[:, 0]
+
+
+class CpuRunner(ModelRunner):
+    """What it runs on depends on the machine and the model, best first:
+
+    the decoder, in C++       a compiler, and a model that rill.models.decode.structure can describe; with AVX-512
+                              products too
+    the decoder, in torch     such a model without a compiler
+    the modules' own methods  everything else; attention and the head's product are still compiled where they can be
+    """
+
+    def __init__(self, loaded: LoadedModel, config: NativeEngine.Config) -> None:
+        super().__init__(loaded, config)
+        kernels = load_cpu_kernels()
+        widest = max(dim for _, dim in self.cache_shape.layers)
+        if kernels is not None and not CpuKernels.supports(self.model.dtype, widest):
+            kernels = None
+        self._cpu_kernels = kernels
+        fast_path = config.fast_path and not (self.batch_invariant and kernels is None)
+        self.use_kernels(kernels or TorchKernels(), fast_path=fast_path)
+
+    def enter_thread(self) -> None:
+        super().enter_thread()
+        if self.shards is not None:  # the ranks share the cores
+            torch.set_num_threads(max(1, torch.get_num_threads() // self.shards.group.size))
+        if self._cpu_kernels is not None:
+            self._cpu_kernels.num_threads = torch.get_num_threads()
+
+    def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.head.weight, self.head.bias
+        if self.batch_invariant:
+            return self.logit_rule(invariant_linear(hidden_SE, weight, bias)).float()
+        if self._cpu_kernels is not None and type(self.head) is torch.nn.Linear:
+            return self.logit_rule(self._cpu_kernels.linear(hidden_SE, weight, bias)).float()
+        return super().logits(hidden_SE)
+
+
+def free_host_bytes(cgroups: Path = CGROUPS) -> int:
+    """What a process may still take: the machine's, or the container's where that is less. Files that the kernel keeps
+    in memory count as free, for both."""
+    free: int = psutil.virtual_memory().available
+    for limit_file, used_file in _FILES:
+        try:
+            limit, used = ((cgroups / file).read_text().strip() for file in (limit_file, used_file))
+        except OSError:
+            continue
+        if limit.isdigit():  # "max": no limit
+            free = min(free, max(0, int(limit) - int(used) + _cached_bytes(cgroups / limit_file)))
+    return free
+
+
+def _cached_bytes(limit_file: Path) -> int:
+    """Of the group's pages, those of files that nobody has used lately."""
+    try:
+        lines = (limit_file.parent / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
 def refusal(model: PreTrainedModel, reason: str) -> ModelError:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rill.errors import ConfigError, UnsupportedError
-from rill.inference.native.cpu_runner import CpuRunner
-from rill.inference.native.model_runner import LoadedModel, ModelRunner, refusal
+from rill.inference.native.model_runner import CpuRunner, LoadedModel, ModelRunner, refusal
 from rill.inference.native.self_check import Case, check_quantized, check_runner, expected_logits
 from rill.models.decode.attention_paged import register_paged_attention
 from rill.models.decode.shards import shard_model

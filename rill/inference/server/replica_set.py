@@ -108,7 +108,7 @@ class ReplicaSet:
         self._caretaker = threading.Thread(target=self._take_care, name="router-caretaker", daemon=True)
         self._caretaker.start()
         self._wait_for_all()
-        replicas = self.ready()
+        replicas = [slot.replica for slot in self.slots if slot.replica is not None]
         self.features: frozenset[Feature] = frozenset.intersection(*(r.features for r in replicas))
         self.max_context = min(replica.max_context for replica in replicas)
         self.vocab_size, self.version = replicas[0].vocab_size, replicas[0].version

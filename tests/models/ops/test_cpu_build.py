@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rill.inference.native import cpu_runner
+from rill.inference.native import model_runner
 from rill.models.ops import cpu_build
 from rill.models.ops.cpu_kernels import CpuKernels
 from tests.inference.native_models import greedy_tokens, make_engine, prompts, reference, request
@@ -49,7 +49,7 @@ def test_on_an_older_processor_less_is_compiled_and_the_tokens_are_the_same(
     monkeypatch.setattr(cpu_build, "_processor_flag", lambda: f"-march={processor}")
     kernels = CpuKernels(ctypes.CDLL(str(cpu_build.build(compiler))))
     assert kernels.has_products == PROCESSORS[processor]
-    monkeypatch.setattr(cpu_runner, "load_cpu_kernels", lambda: kernels)
+    monkeypatch.setattr(model_runner, "load_cpu_kernels", lambda: kernels)
     inputs = prompts((5, 33, 1))
     for dtype in ("float32", "bfloat16"):
         engine = make_engine("llama", dtype=dtype)

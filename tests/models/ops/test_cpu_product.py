@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rill.inference.native import cpu_runner
+from rill.inference.native import model_runner
 from rill.models.ops.cpu_kernels import CpuKernels, load_cpu_kernels
 from rill.types import PolicyVersion
 from tests.inference.native_models import (
@@ -102,7 +102,7 @@ def test_without_them_the_tokens_are_the_same(
 ) -> None:
     loaded = load_cpu_kernels()
     if missing == "compiler" or loaded is None:
-        monkeypatch.setattr(cpu_runner, "load_cpu_kernels", lambda: None)
+        monkeypatch.setattr(model_runner, "load_cpu_kernels", lambda: None)
     else:
         monkeypatch.setattr(loaded, "has_products", False)
     if dtype == "bfloat16":
