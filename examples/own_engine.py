@@ -77,7 +77,7 @@ class PlainEngine:
         self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
     ) -> list[Future[Completion]]:
         for request in requests:
-            check_request(request, max_context=self.max_context, vocab_size=self.vocab_size, adapters=())
+            check_request(request, self, adapters=())
             _refuse_what_is_not_here(request.sampling)
         with self._turn:
             if self._fault or self._is_closed:

@@ -18,8 +18,7 @@ from rill.config.files import with_overrides
 from rill.errors import ConfigError
 from rill.inference.base import ENGINES, AdapterEngine, Engine, Feature
 from rill.inference.server import ServerConfig, bind, create_app, serve
-from rill.inference.server.replica_set import RouterConfig
-from rill.inference.server.router import Router
+from rill.inference.server.router import Router, RouterConfig
 from rill.models.card import TrainingCard, read_card
 from rill.models.loading import ModelConfig, load_tokenizer, model_folder
 

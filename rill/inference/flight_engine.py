@@ -79,7 +79,7 @@ class FlightEngine(Generates):
 
     def _check(self, request: Request) -> None:
         """Raises for what could not be answered, before anything is queued."""
-        check_request(request, max_context=self.max_context, vocab_size=self.vocab_size)
+        check_request(request, self, getattr(self, "adapters", None))
         check_fits(request, self.max_context)
 
     async def _attempt(self, flight: Flight, request: Request) -> Completion:

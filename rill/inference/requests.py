@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rill.errors import EngineError, RequestError, StuckError, TooLongError
-from rill.inference.base import Completion, Engine, Request
+from rill.inference.base import Completion, Engine, Feature, Request
 from rill.types import SamplingParams, StopReason
 
 T = TypeVar("T")
@@ -33,21 +33,15 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 assert all(hasattr(SamplingParams(), name) for name in _RANGES)
 
 
-def check_request(
-    request: Request,
-    *,
-    max_context: int,
-    vocab_size: int | None,
-    adapters: Collection[str] | None = None,
-    takes_pictures: bool = False,
-) -> None:
-    """Raises RequestError. `vocab_size`, `adapters` None: unknown here, whoever runs the request will refuse."""
-    who, params = f"request {request.id}", request.sampling
-    if request.pictures and not takes_pictures:
+def check_request(request: Request, engine: Engine, adapters: Collection[str] | None = None) -> None:
+    """Raises RequestError where this engine cannot take it. `adapters` None, or the engine's vocabulary: unknown here,
+    whoever runs the request will refuse."""
+    who, params, vocab_size = f"request {request.id}", request.sampling, engine.vocab_size
+    if request.pictures and Feature.PICTURES not in engine.features:
         raise RequestError(
             f"{who} shows pictures, which this engine does not take: the native engine does, with a Qwen-VL model"
         )
-    check_tokens(request, max_tokens=max_context - 1, vocab_size=vocab_size)
+    check_tokens(request, max_tokens=engine.max_context - 1, vocab_size=vocab_size)
     if not 0 <= request.num_generated <= len(request.token_ids):
         raise RequestError(
             f"{who}: num_generated is {request.num_generated} of {len(request.token_ids)} tokens"

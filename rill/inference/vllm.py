@@ -41,7 +41,7 @@ from rill.inference.commands import MOVE_TIMEOUT_S
 from rill.inference.continued import Flight
 from rill.inference.flight_engine import FlightEngine
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.requests import check_fits, check_request, sampling_words, stop_reason_of
+from rill.inference.requests import sampling_words, stop_reason_of
 from rill.inference.vllm_worker import report_before_truncation, tie_head
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.runtime.process.scratch import ScratchFolder
@@ -275,10 +275,7 @@ class VllmEngine(FlightEngine):
             self._folder.close()
 
     def _check(self, request: Request) -> None:
-        check_request(
-            request, max_context=self.max_context, vocab_size=self.vocab_size, adapters=self.adapters
-        )
-        check_fits(request, self.max_context)
+        super()._check(request)
         try:
             self._words.sampling(request)
         except Exception as error:  # boundary: vLLM's refusals share no base class

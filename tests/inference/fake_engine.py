@@ -112,12 +112,7 @@ class FakeEngine:
         self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
     ) -> list[Future[Completion]]:
         for request in requests:
-            check_request(
-                request,
-                max_context=self.max_context,
-                vocab_size=self.vocab_size,
-                adapters=self.adapters,
-            )
+            check_request(request, self, self.adapters)  # type: ignore[arg-type]
             if self.config.refused_token in request.token_ids:
                 raise RequestError(f"request {request.id}: token {self.config.refused_token} is not for you")
         with self._lock:

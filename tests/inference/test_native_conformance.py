@@ -9,8 +9,7 @@ import pytest
 
 from rill.inference.base import Engine
 from rill.inference.native.engine import NativeEngine
-from rill.inference.server.replica_set import RouterConfig
-from rill.inference.server.router import Router
+from rill.inference.server.router import Router, RouterConfig
 from rill.models.loading import ModelConfig
 from tests.inference.conformance import EngineConformance
 from tests.inference.native_models import SHAPES, make_engine, reference

@@ -21,8 +21,7 @@ from rill.inference.base import ADAPTER_FILES, Delta, PauseMode, Request
 from rill.inference.native.engine import NativeEngine
 from rill.inference.replica import ReplicaProcess
 from rill.inference.server import BackgroundServer, ServerConfig, create_app
-from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
-from rill.inference.server.router import PrefixIndex, Router
+from rill.inference.server.router import PrefixIndex, Router, RouterConfig, Slot
 from rill.models.loading import ModelConfig
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason
@@ -194,7 +193,7 @@ def test_a_replica_that_cannot_be_made_like_the_others_is_not_left_behind(
 
 
 def test_replicas_draw_different_numbers_and_not_the_same_again_after_a_restart() -> None:
-    replicas = ReplicaSet.__new__(ReplicaSet)
+    replicas = Router.__new__(Router)
     replicas._engine_config = NativeEngine.Config(model=ModelConfig(path="m"), seed=5)
     replicas.slots = [Slot(0), Slot(1)]
     seeds = []

@@ -24,20 +24,19 @@ from rill.types import StopReason, TokenIds
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from rill.inference.native.engine import NativeEngine
+
 
 class Admission:
-    def __init__(
-        self, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None, max_context: int, seed: int
-    ) -> None:
-        self._max_context = max_context
-        self._seed = seed
+    def __init__(self, engine: NativeEngine, runner: ModelRunner) -> None:
+        tokenizer = engine.tokenizer
+        self._engine = engine
         self._picture_id = None if runner.vision is None else runner.vision.token_id
         self._adapters = runner.adapters
         self._counter = itertools.count()
-        self.vocab_size = int(runner.model.config.get_text_config().vocab_size)
         self._eos_ids = _eos_ids(runner.model, tokenizer)
         self._decode = None if tokenizer is None else plain_decode(tokenizer)
-        self._guides = None if tokenizer is None else Guides(tokenizer, self._eos_ids, self.vocab_size)
+        self._guides = None if tokenizer is None else Guides(tokenizer, self._eos_ids, engine.vocab_size)
 
     def sequence(self, request: Request, on_delta: Callable[[Delta], None] | None) -> Sequence:
         params = request.sampling
@@ -59,13 +58,15 @@ class Admission:
             edits = SequenceEdits(params, tokens, num_generated=len(generated), end_ids=ends, guide=guide)
         return Sequence(
             request=request,
-            seed=hash_seed(params.seed) if params.seed is not None else hash_seed(self._seed, arrival + 1),
+            seed=hash_seed(params.seed)
+            if params.seed is not None
+            else hash_seed(self._engine.config.seed, arrival + 1),
             arrival=arrival,
             on_delta=on_delta,
             stop_matcher=matcher,
             ends=ends,
             edits=edits,
-            max_tokens=min(len(tokens) + params.max_new_tokens, self._max_context),
+            max_tokens=min(len(tokens) + params.max_new_tokens, self._engine.max_context),
             tokens=tokens,
             num_prompt=len(tokens),
             rope=rope_positions(len(tokens), request.pictures) if request.pictures else None,
@@ -81,7 +82,7 @@ class Admission:
     ) -> ScoredSequence:
         arrival = next(self._counter)
         request = Request(id=f"<score {arrival}>", token_ids=np.asarray(token_ids), adapter=adapter)
-        check_tokens(request, max_tokens=self._max_context, vocab_size=self.vocab_size)
+        check_tokens(request, max_tokens=self._engine.max_context, vocab_size=self._engine.vocab_size)
         check_adapter(request, self._adapters.names)
         if not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError(f"score: temperature {temperature} is not a number of 0 or more")
@@ -108,13 +109,7 @@ class Admission:
         return matcher
 
     def _check(self, request: Request) -> None:
-        check_request(
-            request,
-            max_context=self._max_context,
-            vocab_size=self.vocab_size,
-            adapters=self._adapters.names,
-            takes_pictures=self._picture_id is not None,
-        )
+        check_request(request, self._engine, self._adapters.names)
         if self._picture_id is not None:
             check_pictures(request, self._picture_id)
         if request.sampling.stop and self._decode is None:

@@ -169,8 +169,8 @@ class NativeEngine:
         self.max_context = min(limit, (num_blocks - 1) * config.block_size)
         self._core = EngineCore(self._runner, config, num_blocks, self.max_context)
         self._runner.allocate_cache(num_blocks)
-        self._admission = Admission(self._runner, self.tokenizer, self.max_context, config.seed)
-        self.vocab_size = self._admission.vocab_size
+        self.vocab_size = int(self._runner.model.config.get_text_config().vocab_size)
+        self._admission = Admission(self, self._runner)
 
     # --- what it is --------------------------------------------------------------------------------------
 

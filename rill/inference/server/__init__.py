@@ -5,8 +5,7 @@
 `rill serve` builds it (rill/cli/serving.py); tests and workflows use `create_app` and `BackgroundServer`.
 """
 
-from rill.inference.server.app import create_app
 from rill.inference.server.config import ServerConfig
-from rill.inference.server.run import BackgroundServer, bind, serve
+from rill.inference.server.run import BackgroundServer, bind, create_app, serve
 
 __all__ = ["BackgroundServer", "ServerConfig", "bind", "create_app", "serve"]

@@ -1,4 +1,5 @@
-"""Running the application: uvicorn in the foreground with a graceful drain, or in a thread for tests and workflows.
+"""The application, put together around an engine, and run: by uvicorn in the foreground with a graceful drain, or in a
+thread for tests and workflows.
 
 SIGTERM ──▶ new requests get 503, /health turns 503 ──▶ requests in flight end (at most drain_timeout_s) ──▶ exit
 second signal ──▶ exit now
@@ -15,19 +16,59 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from rill.errors import ConfigError, EngineError, StuckError
+from rill.inference.base import Engine, Feature
 from rill.inference.collector import CollectorHold
+from rill.inference.server import (
+    routes_admin,
+    routes_chat,
+    routes_completions,
+    routes_dialects,
+    routes_tokens,
+)
 from rill.inference.server.config import ServerConfig
 from rill.inference.server.http import Application
+from rill.inference.server.state import ServerState
+from rill.inference.server.text import TextCodec
+from rill.models.pictures import load_pictures
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rill.models.loading import ModelConfig
 
 log = logging.getLogger(__name__)
+
+ROUTES = (routes_tokens, routes_completions, routes_chat, routes_dialects, routes_admin)
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long a thread may wait for the interpreter while answers are made: the engine's, or each of those that carry
 requests to a replica and its news back. Python's own 5 ms, for several of them in turn, let an engine idle."""
+
+
+def create_app(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    config: ServerConfig | None = None,
+    *,
+    model: ModelConfig | None = None,
+    chat_template: str | None = None,
+) -> Application:
+    """An ASGI application over the engine. The caller owns the engine and closes it after the application.
+
+    `model` is what the engine was loaded from. With it, weights that do not fit are refused before the engine is asked,
+    and stay without effect; without it, an engine that was given wrong weights is out of service until whole ones come.
+    """
+    pictures = None
+    if model is not None and Feature.PICTURES in engine.features:
+        pictures = load_pictures(model)
+    codec = TextCodec(tokenizer, chat_template=chat_template, pictures=pictures)
+    state = ServerState(engine, codec, config or ServerConfig(), model)
+    return Application([endpoint for module in ROUTES for endpoint in module.routes], state)
 
 
 class _Server(uvicorn.Server):
@@ -62,12 +103,13 @@ class _Server(uvicorn.Server):
 
     def drain(self) -> None:
         """From any thread, and from signal handlers, which run between any two bytecodes: the loop does the work."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._begin_drain)
 
-    def _begin_drain(self) -> None:
-        if self._drain is None:
-            self._drain = asyncio.ensure_future(self._drain_then_exit())
+        def begin() -> None:
+            if self._drain is None:
+                self._drain = asyncio.ensure_future(self._drain_then_exit())
+
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(begin)
 
     async def _drain_then_exit(self) -> None:
         admission = self._app.state.admission
