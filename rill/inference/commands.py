@@ -10,7 +10,6 @@ is taken any more and whoever still waits is told so.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -40,9 +39,9 @@ class CommandQueue:
     def __init__(self, describe: Callable[[], str]) -> None:
         """`describe`: the engine's state in words, for the message of a wait that ran out."""
         self._describe = describe
-        self._commands: deque[Command] = deque()
+        self._commands: list[Command] = []
         self._wake = threading.Condition()
-        self._is_closed = False
+        self.is_closed = False
         self._failure: EngineError | None = None
         self._runner: threading.Thread | None = None
 
@@ -79,24 +78,20 @@ class CommandQueue:
         """Take no more, and let run_waiting() return. What still waits is the runner's to fail. `failure`: why, where
         nobody asked for it."""
         with self._wake:
-            self._is_closed = True
+            self.is_closed = True
             self._failure = self._failure or failure
             self._wake.notify()
 
     def check_open(self) -> None:
         """Raises what ended it, or EngineError where it was closed in order."""
         self.check_alive()
-        if self._is_closed:
+        if self.is_closed:
             raise EngineError("the engine is closed")
 
     def check_alive(self) -> None:
         """Raises what ended it, unless it was closed in order."""
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     @property
     def is_runner(self) -> bool:
@@ -111,10 +106,9 @@ class CommandQueue:
     def run_waiting(self, has_other_work: Callable[[], bool]) -> None:
         """Run every command that waits; sleep until there is one, unless there is other work or an end."""
         with self._wake:
-            while not self._commands and not self._is_closed and not has_other_work():
+            while not self._commands and not self.is_closed and not has_other_work():
                 self._wake.wait(timeout=IDLE_WAIT_S)
-            commands = list(self._commands)
-            self._commands.clear()
+            commands, self._commands = self._commands, []
         for command in commands:
             if not command.done.set_running_or_notify_cancel():
                 continue
@@ -126,11 +120,9 @@ class CommandQueue:
     def fail_waiting(self) -> None:
         """Close, and tell those whose commands were never run."""
         with self._wake:
-            self._is_closed = True
-            commands = list(self._commands)
-            self._commands.clear()
+            self.is_closed = True
+            commands, self._commands = self._commands, []
         for command in commands:
             if command.done.set_running_or_notify_cancel():
-                command.done.set_exception(
-                    self._failure or EngineError(f"the engine closed before {command.name}() ran")
-                )
+                late = EngineError(f"the engine closed before {command.name}() ran")
+                command.done.set_exception(self._failure or late)

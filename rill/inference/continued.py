@@ -113,10 +113,6 @@ class Flight:
         self._done: list[Delta] = []
         self._now: list[Delta] = []
 
-    @property
-    def num_kept(self) -> int:
-        return sum(len(d.token_ids) for d in self._done)
-
     def next_request(self) -> Request:
         """The request as the next replica gets it: everything so far is its prompt."""
         if not self._done:

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from rill.errors import EngineError, RillError, StuckError, UnsupportedError, WeightSyncError
+from rill.errors import EngineError, RequestError, RillError, StuckError, UnsupportedError, WeightSyncError
 from rill.inference.base import (
     Completion,
     Delta,
@@ -36,7 +36,7 @@ from rill.inference.base import (
 )
 from rill.inference.commands import CONTROL_TIMEOUT_S, MOVE_TIMEOUT_S
 from rill.inference.continued import Flight
-from rill.inference.requests import Generates, check_fits, check_ids, check_request
+from rill.inference.requests import Generates, check_ids, check_request
 from rill.inference.tally import Tally
 from rill.types import Floats, PolicyVersion, TokenIds
 
@@ -78,9 +78,12 @@ class FlightEngine(Generates):
         raise AssertionError("a subclass says what it has")
 
     def _check(self, request: Request) -> None:
-        """Raises for what could not be answered, before anything is queued."""
+        """Raises for what could not be answered, or cut short by the context, before anything is queued."""
         check_request(request, self, getattr(self, "adapters", None))
-        check_fits(request, self.max_context)
+        length, wanted = len(request.token_ids), request.sampling.max_new_tokens
+        if length + wanted > self.max_context:
+            asked = f"request {request.id}: {length} prompt tokens and max_new_tokens={wanted}"
+            raise RequestError(f"{asked} do not fit the context of {self.max_context}")
 
     async def _attempt(self, flight: Flight, request: Request) -> Completion:
         """Run `request`, which is what is left of the flight, and record what it gains, to the flight's end. Cancelled,

@@ -46,7 +46,7 @@ class ServerHttp:
         self.name = name
         self.url = config.url.rstrip("/")
         most = config.max_concurrent
-        self._client = httpx.AsyncClient(
+        self.client = httpx.AsyncClient(
             base_url=self.url,
             headers=bearer(os.environ.get(config.api_key_variable, "")),
             transport=transport,
@@ -58,7 +58,7 @@ class ServerHttp:
     async def get(self, path: str) -> Any | None:
         """The JSON there, or None where the server has no such route."""
         with self._reached():
-            response = await self._client.get(path)
+            response = await self.client.get(path)
         return response.json() if response.status_code == 200 else None
 
     async def post(
@@ -66,7 +66,7 @@ class ServerHttp:
     ) -> Any:
         """The JSON that comes back, or the text where it is none. `headers` go over the client's own."""
         with self._reached():
-            response = await self._client.post(path, json=body, headers=headers)
+            response = await self.client.post(path, json=body, headers=headers)
         self._raise_for_status(path, response.status_code, response.text)
         with suppress(ValueError):
             return response.json()
@@ -75,7 +75,7 @@ class ServerHttp:
     async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The server-sent events of a POST, decoded, up to [DONE]."""
         with self._reached():
-            async with self._client.stream("POST", path, json=body) as response:
+            async with self.client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode("utf-8", "replace")
                     self._raise_for_status(path, response.status_code, text)
@@ -89,9 +89,6 @@ class ServerHttp:
                     if "error" in event and "choices" not in event:
                         raise self._event_error(event["error"])
                     yield event
-
-    async def close(self) -> None:
-        await self._client.aclose()
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
@@ -167,7 +164,7 @@ class RemoteEngine(FlightEngine):
         )
 
     async def _close(self) -> None:
-        await self._http.close()
+        await self._http.client.aclose()
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -110,16 +110,6 @@ def check_ids(ids: Sequence[str], under_way: Container[str]) -> None:
         raise RequestError("two requests under way have the same id: give each its own")
 
 
-def check_fits(request: Request, max_context: int) -> None:
-    """For servers that refuse what the context could cut short."""
-    length, wanted = len(request.token_ids), request.sampling.max_new_tokens
-    if length + wanted > max_context:
-        raise RequestError(
-            f"request {request.id}: {length} prompt tokens and max_new_tokens={wanted} do not fit the context of"
-            f" {max_context}"
-        )
-
-
 def sampling_words(params: SamplingParams) -> dict[str, Any]:
     """What vLLM and SGLang call by the names that rill has."""
     return {

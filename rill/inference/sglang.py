@@ -33,8 +33,7 @@ from pydantic import Field
 
 from rill.errors import AccessError, EngineError, RequestError, WeightSyncError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
-from rill.inference.checkpoint import Checkpoint
-from rill.inference.parameters import checked, expected_shapes
+from rill.inference.parameters import Checkpoint, checked, expected_shapes
 from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine, bearer
 from rill.inference.requests import sampling_words
 from rill.models.loading import ModelConfig, load_model_config

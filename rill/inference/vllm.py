@@ -100,7 +100,13 @@ class VllmEngine(FlightEngine):
         self._expected = expected_shapes(config.model)
         self._llm = vllm.LLM(**self._llm_args())
         engine = self._llm.llm_engine
-        _prepare(engine, vllm.__version__)
+        try:
+            engine.collective_rpc(report_before_truncation)
+        except (AttributeError, UnsupportedError) as error:
+            raise UnsupportedError(
+                f"vLLM {vllm.__version__} cannot be made to report log-probabilities that a trainer can recompute "
+                f"({error}): use 0.26 on a GPU or 0.32 on a CPU, which the adapter was made for"
+            ) from error
         self._drive_engine(engine, VllmWords(vllm))
         self._is_cpu = engine.vllm_config.device_config.device_type == "cpu"
         self.max_context = int(engine.model_config.max_model_len)
@@ -176,8 +182,7 @@ class VllmEngine(FlightEngine):
             raise WeightSyncError(f"vllm: {error}") from error
 
     async def _attempt(self, flight: Flight, request: Request) -> Completion:
-        params = self._words.sampling(request, flight.num_kept)
-        completion: Completion = await self._run(_Job(request, flight), params)
+        completion: Completion = await self._run(_Job(request, flight), self._words.sampling(request))
         return completion
 
     async def _score_one(self, token_ids: TokenIds, adapter: str | None) -> Floats:
@@ -282,16 +287,19 @@ class VllmEngine(FlightEngine):
             raise RequestError(f"request {request.id!r}: {error}") from error
 
     def _llm_args(self) -> dict[str, Any]:
-        path, limit = self.config.model.path, self.config.max_adapters
+        import torch
+
+        model, limit = self.config.model, self.config.max_adapters
+        path, tokenizer = model.path, model.tokenizer
         if path is None:
             self._folder = ScratchFolder("vllm")
             path = str(self._folder.path)
-            _write_model(self.config.model, path)
+            load_model(model, dtype=torch.float32).save_pretrained(path)
+            if tokenizer is not None:
+                load_tokenizer(model).save_pretrained(path)
         return {
             "model": path,
-            "tokenizer": self.config.model.tokenizer
-            if self.config.model.tokenizer not in (None, "chars")
-            else path,
+            "tokenizer": path if tokenizer in (None, "chars") else tokenizer,
             "dtype": self.config.dtype,
             "max_model_len": self.config.max_context,
             "max_num_seqs": self.config.max_num_seqs,
@@ -322,24 +330,6 @@ def _import_vllm(cpu_kv_gib: int) -> Any:
     return vllm
 
 
-def _prepare(engine: Any, version: str) -> None:
-    try:
-        engine.collective_rpc(report_before_truncation)
-    except (AttributeError, UnsupportedError) as error:
-        raise UnsupportedError(
-            f"vLLM {version} cannot be made to report log-probabilities that a trainer can recompute ({error}): use"
-            " 0.26 on a GPU or 0.32 on a CPU, which the adapter was made for"
-        ) from error
-
-
-def _write_model(model: ModelConfig, folder: str) -> None:
-    import torch
-
-    load_model(model, dtype=torch.float32).save_pretrained(folder)
-    if model.tokenizer is not None:
-        load_tokenizer(model).save_pretrained(folder)
-
-
 class VllmWords:
     def __init__(self, vllm: Any) -> None:
         self._vllm = vllm
@@ -350,11 +340,10 @@ class VllmWords:
             prompt["cache_salt"] = request.cache_salt
         return prompt
 
-    def sampling(self, request: Request, num_kept: int = 0) -> Any:
-        """`num_kept`: tokens that earlier attempts made, and that are part of the prompt now."""
-        s = request.sampling
+    def sampling(self, request: Request) -> Any:
+        s, num_said = request.sampling, request.num_generated
         # A generator starts anew with every attempt: the same seed would repeat the draws of the first.
-        seed = s.seed if s.seed is None or not num_kept else hash((s.seed, num_kept))
+        seed = s.seed if s.seed is None or not num_said else hash((s.seed, num_said))
         return self._vllm.SamplingParams(
             max_tokens=s.max_new_tokens,
             min_tokens=s.min_new_tokens,

@@ -20,9 +20,8 @@ import numpy as np
 
 from rill.errors import EngineError, UnsupportedError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
-from rill.inference.checkpoint import Checkpoint
 from rill.inference.openai import completion_chunks
-from rill.inference.parameters import checked, expected_shapes
+from rill.inference.parameters import Checkpoint, checked, expected_shapes
 from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
 from rill.models.loading import ModelConfig, load_model_config
 from rill.runtime.process.scratch import ScratchFolder
@@ -58,8 +57,13 @@ class VllmServerEngine(RemoteEngine):
 
     @property
     def features(self) -> frozenset[Feature]:
-        found = {Feature.STREAM, Feature.SCORE, Feature.PARTIAL_ROLLOUT, Feature.UPDATE_WEIGHTS}
-        found.add(Feature.SEEDED)
+        found = {
+            Feature.STREAM,
+            Feature.SCORE,
+            Feature.PARTIAL_ROLLOUT,
+            Feature.UPDATE_WEIGHTS,
+            Feature.SEEDED,
+        }
         if self.config.enable_sleep:
             found.add(Feature.RELEASE_MEMORY)
         return frozenset(found)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rill.errors import UnsupportedError
-from rill.inference.checkpoint import Checkpoint
+from rill.inference.parameters import Checkpoint
 
 
 class WorkerExtension:

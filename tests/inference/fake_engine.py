@@ -32,7 +32,7 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
-from rill.inference.checkpoint import Checkpoint
+from rill.inference.parameters import Checkpoint
 from rill.inference.requests import check_request
 from rill.inference.tally import Tally
 from rill.models.tokenizer import build_char_tokenizer

@@ -11,8 +11,8 @@ import pytest
 
 from rill.errors import RequestError
 from rill.inference.base import Delta
+from rill.inference.native.core import News, Outlet
 from rill.inference.native.engine import NativeEngine
-from rill.inference.native.outlet import News, Outlet
 from rill.types import StopReason
 from tests.inference.native_models import make_engine, prompts, request
 

@@ -62,7 +62,7 @@ class Words:
     def prompt(self, request: Request) -> list[int]:
         return [int(i) for i in request.token_ids]
 
-    def sampling(self, request: Request, num_kept: int = 0) -> Request:
+    def sampling(self, request: Request) -> Request:
         return request
 
     def scoring(self) -> Request:

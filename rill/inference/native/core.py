@@ -1,7 +1,7 @@
 """The engine's inside: sequences, scheduler, batch builder and runner, driven one turn at a time.
 
 Owned by one thread, the engine's; nothing here is locked. Callers reach it through the command queue, and see its
-tokens through the outlet. A turn is one step of the model, or several of pure generation; a step that looks at drafts
+tokens through the `Outlet`. A turn is one step of the model, or several of pure generation; a step that looks at drafts
 (speculation.py) gives each sequence as many tokens as came true, and one. Between two turns it is told to pause, to
 give memory back, to take weights and adapters. It computes unless it
 
@@ -12,7 +12,10 @@ give memory back, to take weights and adapters. It computes unless it
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -20,25 +23,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rill.errors import EngineError, WeightSyncError
-from rill.inference.base import EngineStats, MemoryLevel, NamedTensors, PauseMode
+from rill.inference.base import Delta, EngineStats, MemoryLevel, NamedTensors, PauseMode
 from rill.inference.native.batch import BatchBuilder, StepBatch
 from rill.inference.native.block_manager import BlockManager
 from rill.inference.native.model_runner import ModelRunner, PendingTurn, TurnResult
-from rill.inference.native.outlet import News, Outlet
 from rill.inference.native.scheduler import Chunk, NeedsResults, Scheduler, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.native.speculation import Speculator
+from rill.inference.requests import check_ids
 from rill.inference.tally import Tally
 from rill.models.decode.low_rank import AdapterTensors
 from rill.models.routing import UNKNOWN
-from rill.types import Floats, PolicyVersion
+from rill.types import Floats, PolicyVersion, StopReason
 
 if TYPE_CHECKING:
     from rill.inference.native.engine import NativeEngine
 
+logger = logging.getLogger(__name__)
+
 Taken = tuple[list[int], list[float], int]
 """What a sequence is given of a turn: tokens, their log-probabilities, and how many were in flight for it."""
 Launched = tuple[Work, list[StepBatch], PendingTurn]
+News = tuple[Sequence, StopReason | None]
+"""A sequence with tokens that were not yet delivered; with a reason, one that has ended."""
 
 
 class EngineCore:
@@ -233,8 +240,14 @@ class EngineCore:
         self._preempt(self.scheduler.running)
         self.scheduler.blocks.flush()
         fence()
+        are_out = self.released not in (None, MemoryLevel.KV)
         try:
-            self._take_weights(tensors, partial=partial)
+            if are_out:
+                self.runner.reload_weights()
+            self._targets.copy(tensors, partial=partial)
+            if are_out:
+                self.runner.offload_weights()
+            self.runner.finish_update()
         except BaseException:
             # Only now: a request that arrives while an update goes well waits for it like any other command.
             self.unavailable = f"the update to version {version} failed"
@@ -242,15 +255,6 @@ class EngineCore:
         self.version = version
         if not partial:
             self.unavailable = None
-
-    def _take_weights(self, tensors: NamedTensors, *, partial: bool) -> None:
-        are_out = self.released not in (None, MemoryLevel.KV)
-        if are_out:
-            self.runner.reload_weights()
-        self._targets.copy(tensors, partial=partial)
-        if are_out:
-            self.runner.offload_weights()
-        self.runner.finish_update()
 
     def load_adapter(self, name: str, tensors: AdapterTensors) -> None:
         self.drain()
@@ -332,7 +336,9 @@ class EngineCore:
             before = len(seq.tokens)
             if any(map(math.isnan, logprobs)):  # and the token is whatever was there
                 self._end(seq)
-                self.outlet.fail(seq, _not_numbers(seq, version))
+                where = f"request {seq.id}: after {seq.num_generated} tokens the logits of version {version}"
+                why = "its weights hold NaN or infinite values, or every token is forbidden by logit_bias"
+                self.outlet.fail(seq, EngineError(f"{where} are not numbers: {why}"))
                 continue
             if (count := seq.request.num_top_logprobs) and result.top is not None:
                 likely, values = result.top
@@ -386,8 +392,60 @@ class EngineCore:
         return BlockManager.root_key(self.version, adapter, seq.request.cache_salt)
 
 
-def _not_numbers(seq: Sequence, version: int) -> EngineError:
-    return EngineError(
-        f"request {seq.id}: after {seq.num_generated} tokens the logits of version {version} are not numbers: its "
-        "weights hold NaN or infinite values, or every token is forbidden by logit_bias"
-    )
+class Outlet:
+    """The one door by which tokens leave the engine, to on_delta and the futures that submit() and score() wait for.
+    Called by the engine's thread alone, once a step, after the sequences hold their new tokens and before anybody
+    outside has seen one. Whatever must know of every token first (a write-ahead log, say) extends it.
+
+    Request ids are taken here too, by the callers' threads: an id is in use from submit() until its end was delivered.
+    """
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+        self._lock = threading.Lock()
+
+    def take_ids(self, ids: Iterable[str]) -> None:
+        """Callers' threads. RequestError when two are the same or one is in use."""
+        given = list(ids)
+        with self._lock:
+            check_ids(given, self._ids)
+            self._ids.update(given)
+
+    def deliver(self, news: Iterable[News]) -> None:
+        """All that one step brought. seq.num_reported tells how many of a streamed sequence's tokens are out."""
+        now = time.monotonic()
+        for seq, reason in news:
+            if seq.on_delta is not None and (reason is not None or now >= seq.next_delta_at):
+                seq.next_delta_at = now + seq.request.delta_interval_s
+                self._tell(seq, seq.take_delta(reason))
+            if reason is not None:
+                with self._lock:
+                    self._ids.discard(seq.id)
+                if seq.future.set_running_or_notify_cancel():
+                    seq.future.set_result(seq.completion(reason))
+
+    def score(self, seq: ScoredSequence) -> None:
+        """All of its scores are known."""
+        seq.future.set_result(seq.scores)
+
+    def abort(self, seq: Sequence, reason: str) -> None:
+        """It ends with the tokens so far; what was scored, without a result."""
+        if seq.is_scored:
+            self.fail(seq, EngineError(reason))
+        else:
+            self.deliver([(seq, StopReason.ABORTED)])
+
+    def fail(self, seq: Sequence, error: BaseException) -> None:
+        """It ends without a result."""
+        with self._lock:
+            self._ids.discard(seq.id)
+        if not seq.future.done() and seq.future.set_running_or_notify_cancel():
+            seq.future.set_exception(error)
+
+    def _tell(self, seq: Sequence, delta: Delta) -> None:
+        assert seq.on_delta is not None
+        try:
+            seq.on_delta(delta)
+        except Exception:  # boundary: a caller's own code; neither its request nor the engine ends with it
+            logger.exception("on_delta of request %s failed and will not be called again", seq.id)
+            seq.on_delta = None

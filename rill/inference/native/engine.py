@@ -11,7 +11,7 @@ two steps, so no lock is held while the model runs and every control method sees
                              schedule ─► launch step n ─► read step n-1 (core.py)
                                  ▲                             │ append tokens, end sequences
                                  └─────────────────────────────┤
-    futures, on_delta       ◄──────────────────────────────────┘        (outlet.py)
+    futures, on_delta       ◄──────────────────────────────────┘        (core.py)
 
 It sleeps on the command queue when there is nothing to do: idle, paused, released or unavailable.
 """

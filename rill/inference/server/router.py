@@ -44,9 +44,9 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
-from rill.inference.checkpoint import Checkpoint
 from rill.inference.commands import MOVE_TIMEOUT_S
 from rill.inference.continued import Flight
+from rill.inference.parameters import Checkpoint
 from rill.inference.replica import End, ReplicaProcess
 from rill.inference.requests import Generates, check_ids, check_request
 from rill.inference.tally import total

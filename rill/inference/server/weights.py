@@ -16,8 +16,7 @@ from pathlib import Path
 
 from rill.errors import WeightSyncError
 from rill.inference.base import Engine
-from rill.inference.checkpoint import Checkpoint
-from rill.inference.parameters import check_shapes, expected_shapes
+from rill.inference.parameters import Checkpoint, check_shapes, expected_shapes
 from rill.inference.server.errors import ApiError
 from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion
