@@ -124,9 +124,6 @@ class TopTokens:
     token_ids: Ints  # [T, num_top_logprobs]
     logprobs: Floats
 
-    def after(self, num_tokens: int) -> TopTokens:
-        return TopTokens(token_ids=self.token_ids[num_tokens:], logprobs=self.logprobs[num_tokens:])
-
     @staticmethod
     def joined(parts: Iterable[TopTokens | None]) -> TopTokens | None:
         """One after the other; None where there are none."""
@@ -140,32 +137,42 @@ class TopTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """Tokens that a stream has gained since the last delta."""
+class Sampled:
+    """Tokens, with what belongs to each of them."""
 
-    request_id: str
     token_ids: TokenIds
     logprobs: Floats
     versions: Ints
-    stop_reason: StopReason | None = None
-    """Set on the last delta."""
     top: TopTokens | None = None
+
+    def part(self, first: int = 0, end: int | None = None) -> dict[str, Any]:
+        """These fields of another that has some of the tokens."""
+        part, top = slice(first, end), self.top
+        if top is not None:
+            top = TopTokens(token_ids=top.token_ids[part], logprobs=top.logprobs[part])
+        kept = {name: getattr(self, name)[part] for name in ("token_ids", "logprobs", "versions")}
+        return kept | {"top": top}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Delta(Sampled):
+    """Tokens that a stream has gained since the last delta."""
+
+    request_id: str
+    stop_reason: StopReason | None = None
+    """Set on the last delta."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion(Sampled):
     """The new tokens of one request, prompt excluded."""
 
     request_id: str
-    token_ids: TokenIds
-    logprobs: Floats
-    versions: Ints
     stop_reason: StopReason
     stop_text: str | None = None
     """The stop string that matched, if one did. Its tokens are part of token_ids."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
-    top: TopTokens | None = None
     routed_experts: Any = None
     """[T, L, K]: the experts chosen for each token of the completion, or of prompt and completion, by layer."""
 

@@ -88,9 +88,7 @@ def _ended_at(whole: Completion, num_before: int, stop: Sequence[str], decode: D
         return whole if text is None else replace(whole, stop_reason=StopReason.STOP, stop_text=text)
     return replace(
         whole,
-        token_ids=whole.token_ids[:end],
-        logprobs=whole.logprobs[:end],
-        versions=whole.versions[:end],
+        **whole.part(end=end),
         routed_experts=None if whole.routed_experts is None else whole.routed_experts[:end],
         stop_reason=StopReason.STOP,
         stop_text=found(end),

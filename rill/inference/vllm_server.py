@@ -57,13 +57,8 @@ class VllmServerEngine(RemoteEngine):
 
     @property
     def features(self) -> frozenset[Feature]:
-        found = {
-            Feature.STREAM,
-            Feature.SCORE,
-            Feature.PARTIAL_ROLLOUT,
-            Feature.UPDATE_WEIGHTS,
-            Feature.SEEDED,
-        }
+        found = {Feature.STREAM, Feature.SCORE, Feature.PARTIAL_ROLLOUT, Feature.SEEDED}
+        found.add(Feature.UPDATE_WEIGHTS)
         if self.config.enable_sleep:
             found.add(Feature.RELEASE_MEMORY)
         return frozenset(found)

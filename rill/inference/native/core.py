@@ -157,9 +157,7 @@ class EngineCore:
                 self.outlet.fail(seq, failure)
         self.live.clear()
         for waiter in self._drained:
-            waiter.set_exception(
-                failure or EngineError("the engine closed before the last request had ended")
-            )
+            waiter.set_exception(failure or EngineError("the engine closed before its last request ended"))
         self._drained.clear()
         self.runner.free_cache()
 

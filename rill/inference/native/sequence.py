@@ -131,36 +131,32 @@ class Sequence:
     def take_delta(self, reason: StopReason | None = None) -> Delta:
         start = self.num_reported
         self.num_reported = self.num_generated
-        return Delta(
-            request_id=self.id,
-            token_ids=np.array(self.tokens[self.num_prompt + start :], dtype=np.int32),
-            logprobs=np.array(self.logprobs[start:], dtype=np.float32),
-            versions=np.array(self.versions[start:], dtype=np.int32),
-            stop_reason=reason,
-            top=self._top(start),
-        )
+        return Delta(request_id=self.id, stop_reason=reason, **self._sampled(start))
 
     def completion(self, reason: StopReason) -> Completion:
         matched = self.stop_matcher.matched if self.stop_matcher is not None else None
         return Completion(
             request_id=self.id,
-            token_ids=np.array(self.tokens[self.num_prompt :], dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
             stop_reason=reason,
             stop_text=matched if reason is StopReason.STOP else None,
             num_cached_tokens=self.num_cached,
-            top=self._top(0),
             routed_experts=self.routed_experts,
+            **self._sampled(0),
         )
 
-    def _top(self, start: int) -> TopTokens | None:
-        if not self.request.num_top_logprobs:
-            return None
-        shape = (-1, self.request.num_top_logprobs)
-        ids = np.array([ids for ids, _ in self.top[start:]], dtype=np.int32).reshape(shape)
-        values = np.array([values for _, values in self.top[start:]], dtype=np.float32).reshape(shape)
-        return TopTokens(token_ids=ids, logprobs=values)
+    def _sampled(self, start: int) -> dict[str, Any]:
+        """Fields of `Sampled`, of what was generated from there on."""
+        top, count = None, self.request.num_top_logprobs
+        if count:
+            ids = np.array([ids for ids, _ in self.top[start:]], dtype=np.int32)
+            values = np.array([values for _, values in self.top[start:]], dtype=np.float32)
+            top = TopTokens(token_ids=ids.reshape(-1, count), logprobs=values.reshape(-1, count))
+        return {
+            "token_ids": np.array(self.tokens[self.num_prompt + start :], dtype=np.int32),
+            "logprobs": np.array(self.logprobs[start:], dtype=np.float32),
+            "versions": np.array(self.versions[start:], dtype=np.int32),
+            "top": top,
+        }
 
 
 @dataclass(slots=True, eq=False)

@@ -125,16 +125,11 @@ async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield event({"error": error_fields(to_api_error(error))}) + DONE
 
 
-_FINISH = {
-    StopReason.EOS: "stop",
-    StopReason.STOP: "stop",
-    StopReason.LENGTH: "length",
-    StopReason.ABORTED: "abort",
-}
+_FINISH = {StopReason.LENGTH: "length", StopReason.ABORTED: "abort", StopReason.ERROR: "error"}
 
 
 def finish_reason(completion: Completion | None) -> str | None:
-    return None if completion is None else _FINISH.get(completion.stop_reason, "error")
+    return None if completion is None else _FINISH.get(completion.stop_reason, "stop")
 
 
 def stop_detail(completion: Completion | None) -> str | int | None:

@@ -31,11 +31,11 @@ from functools import cached_property
 from starlette.types import Receive
 
 from rill.errors import RillError
-from rill.inference.base import Completion, Delta, Engine, Request, TopTokens
+from rill.inference.base import Completion, Delta, Engine, Request, Sampled
 from rill.inference.replica import PackedDeltas
 from rill.inference.server.errors import ApiError
 from rill.inference.server.metrics import Metrics
-from rill.types import Floats, Ints, TokenIds
+from rill.types import Floats
 
 log = logging.getLogger(__name__)
 
@@ -49,28 +49,12 @@ _NUM_PER_TURN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(Sampled):
     """New tokens of one sample of a stream."""
 
     index: int
-    token_ids: TokenIds
-    logprobs: Floats
-    versions: Ints
-    top: TopTokens | None
-    completion: Completion | None
+    completion: Completion | None = None
     """Set on the sample's last piece."""
-
-    @staticmethod
-    def of(index: int, news: Delta | Completion, first: int = 0) -> Piece:
-        """From its token `first` on."""
-        return Piece(
-            index=index,
-            token_ids=news.token_ids[first:],
-            logprobs=news.logprobs[first:],
-            versions=news.versions[first:],
-            top=None if news.top is None else news.top.after(first),
-            completion=news if isinstance(news, Completion) else None,
-        )
 
 
 class Hub:
@@ -302,10 +286,11 @@ class Samples:
         for delta in new if packed is None else packed.unpack():
             index = self._index[delta.request_id]
             self._received[index] += len(delta.token_ids)
-            pieces.append(Piece.of(index, delta))
+            pieces.append(Piece(index=index, **delta.part()))
         for completion in done:
             index = self._index[completion.request_id]
-            pieces.append(Piece.of(index, completion, self._received[index]))
+            rest = completion.part(self._received[index])
+            pieces.append(Piece(index=index, completion=completion, **rest))
         return pieces
 
     def _give_up(self, error: ApiError) -> None:

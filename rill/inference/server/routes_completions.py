@@ -155,7 +155,7 @@ class _Answer(OpenAIAnswer):
 
 def _as_piece(prompt: Sequence[int], scores: Floats) -> Piece:
     ids = np.asarray(prompt)
-    return Piece(index=0, token_ids=ids, logprobs=scores, versions=ids, top=None, completion=None)
+    return Piece(index=0, token_ids=ids, logprobs=scores, versions=ids)
 
 
 async def score(state: ServerState, prompts: Sequence[Sequence[int]], model: str | None) -> list[Any]:
