@@ -27,9 +27,7 @@ Decode = Callable[[TokenIds], str]
 def rest_of(request: Request, said: TokenIds) -> Request:
     """The same request behind what was said to it, which counts towards its limits."""
     sampling, num_said = request.sampling, len(said)
-    assert num_said < sampling.max_new_tokens, (
-        f"{request.id} had reached its limit and was cut off all the same"
-    )
+    assert num_said < sampling.max_new_tokens, f"{request.id} had reached its limit when it was cut off"
     return replace(
         request,
         token_ids=np.concatenate([request.token_ids, said]),
@@ -123,9 +121,7 @@ class Flight:
         if self.on_delta is not None:
             try:
                 self.on_delta(delta)
-            except (
-                Exception
-            ):  # boundary: a caller's own code; neither its request nor the engine ends with it
+            except Exception:  # boundary: a caller's own code; its request and the engine go on
                 log.exception("on_delta of request %s failed and will not be called again", self.request.id)
                 self.on_delta = None
 

@@ -77,9 +77,7 @@ class PolicyClient:
             futures = self._asked.submit([request for request, _ in asked], epoch)
         except Exception as error:  # noqa: BLE001  boundary: the loop would log it, and the episodes wait for ever
             if isinstance(error, RequestError) and len(asked) > 1:
-                for (
-                    one
-                ) in asked:  # nothing was taken: whoever asks for the impossible is told so, and nobody else
+                for one in asked:  # nothing was taken: only who asks for the impossible is told so
                     self._submit([one], epoch)
                 return
             for _, answer in asked:

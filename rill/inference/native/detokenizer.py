@@ -88,11 +88,8 @@ class StopMatcher:
             before, tail = copy(self._detokenizer), self._tail
             if not self._finds(tokens) and not self._detokenizer.has_partial:
                 return None
-            self._detokenizer, self._tail, self.matched = (
-                before,
-                tail,
-                None,
-            )  # once more, to see at which of them
+            # Once more, to see at which of them.
+            self._detokenizer, self._tail, self.matched = before, tail, None
         for count, token in enumerate(tokens, start=1):
             if self._finds([token]):
                 return count

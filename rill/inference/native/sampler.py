@@ -133,9 +133,8 @@ def _invert(cumulative_SV: torch.Tensor, uniform_S: Doubles) -> torch.Tensor:
     target_S1 = cumulative_SV[:, -1:] * torch.from_numpy(uniform_S).to(cumulative_SV.device)[:, None]
     # side="right" finds the first entry above the target, so a token of probability 0 is never chosen.
     tokens_S = torch.searchsorted(cumulative_SV, target_S1, side="right")[:, 0]
-    return tokens_S.clamp_(
-        max=cumulative_SV.shape[1] - 1
-    )  # NaN has no first entry; its log-probability is NaN too
+    # NaN has no first entry; its log-probability is NaN too.
+    return tokens_S.clamp_(max=cumulative_SV.shape[1] - 1)
 
 
 def resample_masked(
