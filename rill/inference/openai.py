@@ -139,6 +139,8 @@ def read_choice(choice: dict[str, Any], usage: dict[str, Any] | None = None) -> 
                 'the endpoint returns no token ids (`return_token_ids`): use mode = "text" with a tokenizer'
             )
         ids = []
+    if reason == "error":
+        raise EngineError("the endpoint ended the request with an error")
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
     if len(logprobs) != len(ids):
         raise EngineError(f"the endpoint gave {len(ids)} tokens with {len(logprobs)} log-probabilities")

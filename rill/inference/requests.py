@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rill.errors import EngineError, RequestError, StuckError, TooLongError
+from rill.errors import RequestError, StuckError, TooLongError
 from rill.inference.base import Completion, Engine, Feature, Request
 from rill.types import SamplingParams, StopReason
 
@@ -122,8 +122,6 @@ def sampling_words(params: SamplingParams) -> dict[str, Any]:
 
 def stop_reason_of(reason: str, matched: object) -> StopReason:
     """From what vLLM calls `finish_reason` and `stop_reason`, as do OpenAI's routes."""
-    if reason == "error":
-        raise EngineError("the endpoint ended the request with an error")
     ended = StopReason.EOS if matched is None else StopReason.STOP
     return {"length": StopReason.LENGTH, "abort": StopReason.ABORTED}.get(reason, ended)
 
