@@ -21,7 +21,8 @@ from rill.inference.base import ADAPTER_FILES, Delta, PauseMode, Request
 from rill.inference.native.engine import NativeEngine
 from rill.inference.replica import ReplicaProcess
 from rill.inference.server import BackgroundServer, ServerConfig, create_app
-from rill.inference.server.router import PrefixIndex, Router, RouterConfig, Slot
+from rill.inference.server.prefix_index import PrefixIndex
+from rill.inference.server.router import Router, RouterConfig, Slot
 from rill.models.loading import ModelConfig
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason

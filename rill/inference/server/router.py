@@ -21,7 +21,6 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -49,6 +48,7 @@ from rill.inference.continued import Flight
 from rill.inference.parameters import Checkpoint
 from rill.inference.replica import End, ReplicaProcess
 from rill.inference.requests import Generates, check_ids, check_request
+from rill.inference.server.prefix_index import PrefixIndex
 from rill.inference.tally import total
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.placement import Placement
@@ -61,7 +61,6 @@ T = TypeVar("T")
 
 RECORD_WAIT_S = 0.1
 """How long tokens that nobody streams may wait: at most this much work is lost with the process."""
-_BLOCK_TOKENS = 32
 
 
 class RouterConfig(Config):
@@ -556,52 +555,3 @@ def _recorded(flight: Flight) -> Request:
     """As the replica gets it. What nobody streams is told late and in bulk: enough to continue from."""
     request = flight.next_request()
     return request if flight.on_delta is not None else replace(request, delta_interval_s=RECORD_WAIT_S)
-
-
-class PrefixIndex:
-    """Which replica has seen which prefix: a guess about their caches, bounded and least-recently-used; being wrong
-    costs a prefill, nothing else. A prompt is cut into blocks; each block's key is chained with the one before it, so
-    equal keys mean equal prefixes. Not thread-safe: the router holds its lock around it."""
-
-    def __init__(self, capacity: int = 200_000) -> None:
-        self._capacity = capacity
-        self._seen_by: OrderedDict[int, set[str]] = OrderedDict()
-
-    def match(self, token_ids: TokenIds, salt: str) -> dict[str, int]:
-        """Replica -> tokens of the prompt that it has probably cached. Replicas with none are absent."""
-        matched: dict[str, int] = {}
-        still: set[str] | None = None
-        for key, num_tokens in _keys(token_ids, salt):
-            seen = self._seen_by.get(key)
-            if seen is None:
-                break
-            still = set(seen) if still is None else still & seen
-            if not still:
-                break
-            self._seen_by.move_to_end(key)
-            matched.update(dict.fromkeys(still, num_tokens))
-        return matched
-
-    def insert(self, token_ids: TokenIds, salt: str, replica: str) -> None:
-        for key, _ in _keys(token_ids, salt):
-            self._seen_by.setdefault(key, set()).add(replica)
-            self._seen_by.move_to_end(key)
-        while len(self._seen_by) > self._capacity:
-            self._seen_by.popitem(last=False)
-
-    def forget(self, replica: str | None = None) -> None:
-        """Everything, or everything about one replica."""
-        if replica is None:
-            self._seen_by.clear()
-            return
-        for seen in self._seen_by.values():
-            seen.discard(replica)
-
-
-def _keys(token_ids: TokenIds, salt: str) -> Iterator[tuple[int, int]]:
-    """(key, tokens up to and including the block). The last block may be short: equal short prompts match too."""
-    key = hash(salt)
-    for start in range(0, len(token_ids), _BLOCK_TOKENS):
-        block = token_ids[start : start + _BLOCK_TOKENS]
-        key = hash((key, block.tobytes()))
-        yield key, start + len(block)
