@@ -206,12 +206,12 @@ class OnlineConfig(RecipeConfig):
     @property
     def model_name(self) -> str:
         """What a profile says that it was measured with."""
-        raise NotImplementedError
+        return self.workflow
 
     @property
     def keeping_all(self) -> dict[str, Any]:
         """Changes of [algorithm] with which no group is dropped for what it was rewarded."""
-        raise NotImplementedError
+        return {}
 
     @property
     def needs_whole_batch(self) -> bool:
