@@ -19,15 +19,17 @@ RLinf is installed into an environment of its own; rill's needs what gymnasium's
 Both: a gymnasium environment by its state, no device, one thread to a process; a policy and a critic of three tanh
 layers of 256 each (RLinf's MLP has no other size), a learned spread; one action to a decision; an iteration plays one
 whole episode in every environment (--envs × --episode steps, cut off there), GAE, one pass of PPO in four mini-batches,
-Adam, and the new weights in the rollout before the next iteration. All stay in memory. Each turn is a fresh process
+and the new weights in the rollout before the next iteration. All stay in memory. Each turn is a fresh process
 tree. Prints JSON lines: of every turn `env_steps_per_s` (the steps of an iteration / its time, mean over all iterations
 but the first) and `cpu_s_per_1000` (processor seconds of all processes for 1000 steps, which neighbours on the cores
-disturb less); then the medians, and their ratios rill / RLinf. An environment whose episodes end early is refused.
+disturb less); then the medians, and the ratios rill / RLinf of the rounds. An environment whose episodes end early is
+refused.
 
 What differs: rill recomputes log-probabilities and values in the trainer before the first optimizer step, and draws
 from the episode's own seed; RLinf takes what the rollout computed. rill's environments are in --stages processes beside
 its env worker; RLinf's are in its env worker, one after the other, or in a process each. rill embeds an instruction
-(empty here, 16 numbers). RLinf writes TensorBoard files and prints a table, rill writes its run folder.
+(empty here, 16 numbers). RLinf has AdamW, a clipped Huber loss for values, and writes TensorBoard files and a table;
+rill has Adam and a squared error, and writes its run folder.
 
 RLinf is written for accelerators. So that its own EmbodiedRunner, EnvWorker, MultiStepRolloutWorker and
 EmbodiedFSDPActor run here, otherwise unchanged, robots_rlinf_side.py does this and no more:
@@ -207,9 +209,10 @@ def main() -> None:
     for side, figures in medians.items():
         tell(median_of=wanted.rounds, side=side, id=wanted.id, envs=wanted.envs, **figures)
     if len(sides) == 2:
-        ratios = [a["env_steps_per_s"] / b["env_steps_per_s"] for a, b in zip(*rows.values(), strict=True)]
-        told = {name: medians["rill"][name] / medians["RLinf"][name] for name in FIGURES}
-        tell(ratio="rill / RLinf", rounds=[round(ratio, 3) for ratio in ratios], **told)
+        pairs = [*zip(*rows.values(), strict=True)]
+        for name in FIGURES:
+            ratios = sorted(ours[name] / theirs[name] for ours, theirs in pairs)
+            tell(ratio=f"rill / RLinf, {name}", median=median(ratios), low=ratios[0], high=ratios[-1])
 
 
 if __name__ == "__main__":
