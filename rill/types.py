@@ -8,10 +8,10 @@ Axes: T token of one sequence, L layer, K expert choice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, NewType
+from typing import Any, NamedTuple, NewType, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -360,6 +360,64 @@ class Observation:
     """What it is told to do."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observations(Sequence[Observation]):
+    """Many of them, of one robot, as one array each."""
+
+    states_NS: Floats
+    images: Mapping[str, Pixels]
+    """By camera: [N, height, width, 3]."""
+    instructions: tuple[str, ...]
+
+    @staticmethod
+    def of(rows: Sequence[Observation]) -> Observations:
+        if isinstance(rows, Observations):
+            return rows
+        return Observations(
+            states_NS=np.stack([row.state for row in rows]) if rows else np.zeros((0, 0), np.float32),
+            images={n: np.stack([row.images[n] for row in rows]) for n in (rows[0].images if rows else ())},
+            instructions=tuple(row.instruction for row in rows),
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Observations]) -> Observations:
+        parts = [part for part in parts if len(part)]
+        if not parts:
+            return Observations.of(())
+        return Observations(
+            states_NS=np.concatenate([part.states_NS for part in parts]),
+            images={name: np.concatenate([part.images[name] for part in parts]) for name in parts[0].images},
+            instructions=tuple(text for part in parts for text in part.instructions),
+        )
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    @overload
+    def __getitem__(self, index: int) -> Observation: ...
+    @overload
+    def __getitem__(self, index: slice) -> Observations: ...
+    def __getitem__(self, index: int | slice) -> Observation | Observations:
+        images = {name: image[index] for name, image in self.images.items()}
+        if isinstance(index, slice):
+            states_NS, texts = self.states_NS[index], self.instructions[index]
+            return Observations(states_NS=states_NS, images=images, instructions=texts)
+        return Observation(state=self.states_NS[index], images=images, instruction=self.instructions[index])
+
+
+class Decision(NamedTuple):
+    """What a policy does about some observations. Axes: B observation, J action of the chunk, A number of an action."""
+
+    actions_BJA: Floats
+    """In −1 … 1, as the simulator is given them."""
+    latents: Mapping[str, npt.NDArray[Any]]
+    """[B, …] each: what was drawn."""
+    logprobs_BJ: Floats
+    values_B: Floats
+    clipped_B: Floats
+    """Share of the numbers that had to be cut to −1 … 1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbodiedTrajectory:
     """One episode of a robot, chunk by chunk: what it saw, did and got.
@@ -371,7 +429,7 @@ class EmbodiedTrajectory:
     id: str
     group_id: str
     start: InitialState
-    observations: tuple[Observation, ...]
+    observations: Observations
     """[C]: what each chunk was decided on."""
     final: Observation
     """What it saw last; never the first of a next episode."""

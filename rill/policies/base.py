@@ -1,7 +1,7 @@
 """What a policy of a robot is: it sees, decides on a chunk of actions, and can say again how likely they were.
 
-    decision = policy.act(observations, seeds)             in the rollout, without gradients
-    evaluated = policy.evaluate(inputs, latents)           in the trainer, with them
+    decision = policy.act(observations, seeds)             in the rollout: encode ─▶ decide ─▶ score, without gradients
+    evaluated = policy.evaluate(inputs, latents)           in the trainer: encode ─▶ score, with them
 
 What is drawn depends on the observation's own seed and never on its neighbours. Both sides compute in blocks of `rows`
 observations, padded: a matrix product of another shape may round differently, one of the same shape does not. So at
@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import Field
 from safetensors.torch import load_file, save_file
@@ -26,10 +24,11 @@ from torch import Tensor, nn
 
 from rill.config import Config, OneOf, PartConfig
 from rill.errors import ConfigError, ModelError
+from rill.policies.draws import Draws
 from rill.policies.inputs import Inputs, padded_rows, read
 from rill.policies.trunk import Trunk
 from rill.registry import Registry
-from rill.types import Floats, Observation, RobotSpec
+from rill.types import Decision, Observation, RobotSpec
 
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "policy.json"
 
@@ -59,19 +58,6 @@ class PolicyConfig(PartConfig):
         return self
 
 
-class Decision(NamedTuple):
-    """Axes: B observation, J action of the chunk, A number of an action."""
-
-    actions_BJA: Floats
-    """In −1 … 1, as the simulator is given them."""
-    latents: Mapping[str, npt.NDArray[Any]]
-    """[B, …] each: what was drawn."""
-    logprobs_BJ: Floats
-    values_B: Floats
-    clipped_B: Floats
-    """Share of the numbers that had to be cut to −1 … 1."""
-
-
 class Evaluated(NamedTuple):
     logprobs_BJ: Tensor
     entropies_BJ: Tensor
@@ -85,14 +71,16 @@ class Policy(nn.Module):
     spec: RobotSpec
 
     @abstractmethod
-    def decide(
-        self, inputs: Inputs, generators: Sequence[np.random.Generator], *, greedy: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def encode(self, inputs: Inputs) -> Any:
+        """All that follows from what is seen alone, for `decide` and `score`."""
+
+    @abstractmethod
+    def decide(self, encoded: Any, draws: Draws, *, greedy: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """(actions before they are cut [B, J, A], latents) of one block. `greedy`: the likeliest, for evaluations."""
 
     @abstractmethod
-    def evaluate(self, inputs: Inputs, latents: Mapping[str, Tensor]) -> Evaluated:
-        """How likely what was drawn is now, with gradients."""
+    def score(self, encoded: Any, latents: Mapping[str, Tensor]) -> Evaluated:
+        """How likely what was drawn is."""
 
     @abstractmethod
     def values(self, inputs: Inputs) -> Tensor:
@@ -106,6 +94,10 @@ class Policy(nn.Module):
     def check(cls, config: PartConfig, spec: RobotSpec) -> None:
         """Whether such a policy can steer this robot, before any process starts. UserError: it cannot."""
         open_policy(config, spec)
+
+    def evaluate(self, inputs: Inputs, latents: Mapping[str, Tensor]) -> Evaluated:
+        """How likely what was drawn is now, with gradients."""
+        return self.score(self.encode(inputs), latents)
 
     def set_normaliser(self, states_NS: Tensor, actions_NA: Tensor) -> None:
         """Take the mean and spread of the states that it will see; of the actions, where it scales them."""
@@ -140,10 +132,9 @@ class Policy(nn.Module):
         for number, block in enumerate(inputs.blocks(size)):
             chosen = [*seeds[number * size : (number + 1) * size]]
             chosen += [0] * (size - len(chosen))
-            drawn_BJA, latents = self.decide(
-                block, [np.random.Generator(np.random.Philox(seed)) for seed in chosen], greedy=greedy
-            )
-            parts.append((drawn_BJA, latents, self.evaluate(block, latents)))
+            encoded = self.encode(block)
+            drawn_BJA, latents = self.decide(encoded, Draws(chosen, self.device), greedy=greedy)
+            parts.append((drawn_BJA, latents, self.score(encoded, latents)))
         size = len(inputs)  # without what was padded
         drawn_BJA = torch.cat([drawn for drawn, _, _ in parts])[:size]
         latents = {name: torch.cat([part[1][name] for part in parts])[:size] for name in parts[0][1]}

@@ -15,16 +15,16 @@ model's longer and wider chunk (`drawn`) the first J actions of A numbers. The f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rill.policies.base import Evaluated, Policy, PolicyConfig
+from rill.policies.draws import Draws
 from rill.policies.inputs import Inputs
 from rill.policies.trunk import Trunk, linear
 from rill.types import RobotSpec
@@ -42,6 +42,11 @@ class FlowConfig(PolicyConfig):
     """"sde": Flow-SDE; "learned": Flow-Noise."""
     eta: float = Field(default=0.5, gt=0)
     """How strong the noise of Flow-SDE is."""
+
+
+class Encoded(NamedTuple):
+    inputs: Inputs
+    seen_BD: Tensor
 
 
 class FlowPolicy(Policy):
@@ -80,30 +85,25 @@ class FlowPolicy(Policy):
 
     def encode(self, inputs: Inputs) -> Any:
         """What the field needs of an observation, computed once for all steps."""
-        return self.trunk(inputs)
+        return Encoded(inputs, self.trunk(inputs))
 
     def velocity(self, encoded: Any, x_BJA: Tensor, time_B: Tensor) -> Tensor:
         angle = math.pi * time_B[:, None]
         time_B3 = torch.cat([time_B[:, None], angle.cos(), angle.sin()], dim=1)
-        field: Tensor = self.field(torch.cat([encoded, x_BJA.flatten(1), time_B3], dim=1))
+        field: Tensor = self.field(torch.cat([encoded.seen_BD, x_BJA.flatten(1), time_B3], dim=1))
         return field.view(len(field), *self.shape)
 
-    def value_of(self, inputs: Inputs, encoded: Any) -> Tensor:
-        found: Tensor = self.value(self.critic(inputs)).squeeze(-1)
+    def value_of(self, encoded: Any) -> Tensor:
+        found: Tensor = self.value(self.critic(encoded.inputs)).squeeze(-1)
         return found
 
     # --- drawing ------------------------------------------------------------------------------------------
 
-    def decide(
-        self, inputs: Inputs, generators: Sequence[np.random.Generator], *, greedy: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def decide(self, encoded: Any, draws: Draws, *, greedy: bool) -> tuple[Tensor, dict[str, Tensor]]:
         steps = self.config.num_steps
-        device = inputs.states_BS.device
-        noise_BNJA = torch.from_numpy(
-            np.stack([g.standard_normal((steps + 1, *self.drawn), np.float32) for g in generators])
-        ).to(device)
-        noisy_B = torch.tensor([int(g.integers(steps)) for g in generators], device=device)
-        encoded = self.encode(inputs)
+        noise_BNJA = draws.normal(steps + 1, *self.drawn)
+        noisy_B = draws.integer(steps)
+        device = noisy_B.device
         chain = [noise_BNJA[:, 0]]
         for k in range(steps):
             x_BJA = chain[-1]
@@ -140,8 +140,7 @@ class FlowPolicy(Policy):
         mean_BJA = (1.0 - t + delta) * x0_BJA + (t - delta - sigma**2 * delta / (2.0 * t)) * x1_BJA
         return mean_BJA, (sigma * delta**0.5).expand_as(x_BJA)
 
-    def evaluate(self, inputs: Inputs, latents: Mapping[str, Tensor]) -> Evaluated:
-        encoded = self.encode(inputs)
+    def score(self, encoded: Any, latents: Mapping[str, Tensor]) -> Evaluated:
         if self.config.noise == "learned":
             logprobs_BJ, entropies_BJ = self._chain(encoded, latents["chain"])
         else:
@@ -149,10 +148,10 @@ class FlowPolicy(Policy):
             logprobs_BJ, entropies_BJ = self._one(
                 encoded, latents["pair"][:, 0], latents["pair"][:, 1], time_B
             )
-        return Evaluated(logprobs_BJ, entropies_BJ, self.value_of(inputs, encoded))
+        return Evaluated(logprobs_BJ, entropies_BJ, self.value_of(encoded))
 
     def values(self, inputs: Inputs) -> Tensor:
-        return self.value_of(inputs, self.encode(inputs))
+        return self.value_of(self.encode(inputs))
 
     def imitation_loss(self, inputs: Inputs, actions_BJA: Tensor, mask_BJ: Tensor) -> Tensor:
         """Flow matching: (v(x_t, t) − (ε − a))²."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from rill.policies.base import Evaluated, Policy, PolicyConfig
+from rill.policies.draws import Draws
 from rill.policies.inputs import Inputs
 from rill.policies.trunk import Trunk, linear
 from rill.types import RobotSpec
@@ -31,6 +31,13 @@ class NormalConfig(PolicyConfig):
     """Actions that are decided on at once."""
     width: int = Field(default=64, ge=8)
     depth: int = Field(default=2, ge=1)
+
+
+class Encoded(NamedTuple):
+    mean_BJA: Tensor
+    log_std_BJA: Tensor
+    """May lack B."""
+    values_B: Tensor
 
 
 class NormalPolicy(Policy):
@@ -56,20 +63,20 @@ class NormalPolicy(Policy):
         scaled_BJA = (drawn_BJA - mean_BJA) / log_std_BJA.exp()
         return (-0.5 * scaled_BJA**2 - log_std_BJA - 0.5 * LOG_2PI).sum(-1)
 
-    def decide(
-        self, inputs: Inputs, generators: Sequence[np.random.Generator], *, greedy: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        drawn_BJA, log_std_BJA = self.normal(inputs)
+    def encode(self, inputs: Inputs) -> Encoded:
+        return Encoded(*self.normal(inputs), self.values(inputs))
+
+    def decide(self, encoded: Encoded, draws: Draws, *, greedy: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        drawn_BJA = encoded.mean_BJA
         if not greedy:
-            noise = np.stack([g.standard_normal(self.shape, np.float32) for g in generators])
-            drawn_BJA = drawn_BJA + log_std_BJA.exp() * torch.from_numpy(noise).to(drawn_BJA.device)
+            drawn_BJA = drawn_BJA + encoded.log_std_BJA.exp() * draws.normal(*self.shape)
         return self.squash(drawn_BJA), {"drawn": drawn_BJA}
 
-    def evaluate(self, inputs: Inputs, latents: Mapping[str, Tensor]) -> Evaluated:
-        mean_BJA, log_std_BJA = self.normal(inputs)
+    def score(self, encoded: Encoded, latents: Mapping[str, Tensor]) -> Evaluated:
+        mean_BJA, log_std_BJA, values_B = encoded
         entropies_BJ = (log_std_BJA + 0.5 * (1.0 + LOG_2PI)).sum(-1).expand(len(mean_BJA), -1)
         logprobs_BJ = self.logprobs(latents["drawn"], mean_BJA, log_std_BJA)
-        return Evaluated(logprobs_BJ, entropies_BJ, self.values(inputs))
+        return Evaluated(logprobs_BJ, entropies_BJ, values_B)
 
     def imitation_loss(self, inputs: Inputs, actions_BJA: Tensor, mask_BJ: Tensor) -> Tensor:
         errors_BJ = 0.5 * (self.squash(self.normal(inputs)[0]) - actions_BJA).square().sum(-1)

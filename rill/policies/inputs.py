@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rill.errors import ConfigError
-from rill.types import Observation, RobotSpec
+from rill.types import Observation, Observations, RobotSpec
 
 NUM_WORDS = 512
 """Rows of a table of words; 0 is no word."""
@@ -81,18 +81,16 @@ def read(
     words: Callable[[str], npt.NDArray[np.int64]] = words_of,
 ) -> Inputs:
     """Observations of the robot that the policy was made for. `words`: an instruction's tokens, always as many."""
-    sizes = {len(observation.state) for observation in observations}
-    if sizes - {spec.state_size}:
+    seen = Observations.of(observations)
+    if seen.states_NS.shape[1] != spec.state_size:
         raise ConfigError(
-            f"the policy was made for states of {spec.state_size} numbers, the simulator gives {sorted(sizes)}: "
-            "start from a policy of this robot"
+            f"the policy was made for states of {spec.state_size} numbers, the simulator gives "
+            f"{seen.states_NS.shape[1]}: start from a policy of this robot"
         )
-    images = {
-        name: torch.from_numpy(np.stack([observation.images[name] for observation in observations]))
-        for name in spec.cameras
-    }
+    places = {text: place for place, text in enumerate(dict.fromkeys(seen.instructions))}
+    rows = [places[text] for text in seen.instructions]
     return Inputs(
-        states_BS=torch.from_numpy(np.stack([observation.state for observation in observations])),
-        words_BW=torch.from_numpy(np.stack([words(o.instruction) for o in observations])),
-        images=images,
+        states_BS=torch.from_numpy(seen.states_NS),
+        words_BW=torch.from_numpy(np.stack([words(text) for text in places])[rows]),
+        images={name: torch.from_numpy(seen.images[name]) for name in spec.cameras},
     )

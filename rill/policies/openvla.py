@@ -139,7 +139,7 @@ class OpenVLAPolicy(PretrainedPolicy, TokenPolicy):
             actions = torch.cat([actions[..., :-1], (1.0 - actions[..., -1:]) / 2.0], dim=-1)
         return super().normalised(actions)
 
-    def _logits(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def encode(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         llm, words_BW = self.vla.language_model, inputs.words_BW
         seen_BLD = self.vla.projector(self.features(inputs))
         ends_BW = torch.cat([words_BW, words_BW.new_full((len(words_BW), 1), STOP)], dim=1)

@@ -166,7 +166,7 @@ class PI0Policy(PretrainedPolicy, FlowPolicy):
         field: Tensor = out.logits.float()
         return field
 
-    def value_of(self, inputs: Inputs, encoded: Encoded) -> Tensor:
+    def value_of(self, encoded: Encoded) -> Tensor:
         found: Tensor = self.value(torch.cat([encoded.mean_BD, encoded.state_BS], dim=1)).squeeze(-1)
         return found
 

@@ -9,15 +9,15 @@ its success), logits at the placeholders, value at the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from rill.policies.base import Evaluated, Policy, PolicyConfig
+from rill.policies.draws import Draws
 from rill.policies.inputs import MAX_WORDS, NUM_WORDS, Inputs
 from rill.policies.trunk import Trunk, linear
 from rill.types import RobotSpec
@@ -60,44 +60,42 @@ class TokenPolicy(Policy):
         bins_K = torch.arange(num_tokens).clamp(max=num_bins - 1)
         self.register_buffer("centres_K", -1.0 + (2.0 * bins_K + 1.0) / num_bins, persistent=False)
 
+    def encode(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """(logits [B, J, A, K] as they are drawn from, values [B])."""
+        logits_BJAK, values_B = self.body(inputs)
+        return logits_BJAK.float() / self.config.temperature, values_B.float()
+
     def decide(
-        self, inputs: Inputs, generators: Sequence[np.random.Generator], *, greedy: bool
+        self, encoded: tuple[Tensor, Tensor], draws: Draws, *, greedy: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        logits_BJAK, _ = self._logits(inputs)
+        logits_BJAK, _ = encoded
         if greedy:
             tokens_BJA = logits_BJAK.argmax(-1)
         else:
-            shape = logits_BJAK.shape[1:-1]
-            places = torch.from_numpy(np.stack([g.random(shape, np.float32) for g in generators]))
             cumulative_BJAK = logits_BJAK.softmax(-1).cumsum(-1)
-            wanted_BJA1 = places.to(logits_BJAK.device)[..., None] * cumulative_BJAK[..., -1:]
+            wanted_BJA1 = draws.uniform(*logits_BJAK.shape[1:-1])[..., None] * cumulative_BJAK[..., -1:]
             tokens_BJA = (cumulative_BJAK < wanted_BJA1).sum(-1).clamp(max=logits_BJAK.shape[-1] - 1)
         actions_BJA = self.centres_K[tokens_BJA]
         return self.denormalised(actions_BJA), {"tokens": tokens_BJA.to(torch.int16)}
 
-    def evaluate(self, inputs: Inputs, latents: Mapping[str, Tensor]) -> Evaluated:
-        logits_BJAK, values_B = self._logits(inputs)
+    def score(self, encoded: tuple[Tensor, Tensor], latents: Mapping[str, Tensor]) -> Evaluated:
+        logits_BJAK, values_B = encoded
         logprobs_BJAK = logits_BJAK.log_softmax(-1)
         chosen_BJA = logprobs_BJAK.gather(-1, latents["tokens"].long()[..., None]).squeeze(-1)
         entropies_BJA = -(logprobs_BJAK.exp() * logprobs_BJAK).sum(-1)
         return Evaluated(chosen_BJA.sum(-1), entropies_BJA.sum(-1), values_B)
 
     def values(self, inputs: Inputs) -> Tensor:
-        return self._logits(inputs)[1]
+        return self.encode(inputs)[1]
 
     def imitation_loss(self, inputs: Inputs, actions_BJA: Tensor, mask_BJ: Tensor) -> Tensor:
-        logits_BJAK, _ = self._logits(inputs)
+        logits_BJAK, _ = self.encode(inputs)
         places_BJA = (self.normalised(actions_BJA) + 1.0) / 2.0 * self.num_bins - 0.5
         bins_K = torch.arange(logits_BJAK.shape[-1], device=places_BJA.device)
         distances_BJAK = (bins_K - places_BJA[..., None]) / max(self.config.smoothing, 0.1)
         targets_BJAK = (-0.5 * distances_BJAK**2).softmax(-1)
         losses_BJ = -(targets_BJAK * logits_BJAK.log_softmax(-1)).sum((-1, -2))
         return (losses_BJ * mask_BJ).sum()
-
-    def _logits(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """(logits [B, J, A, K] as they are drawn from, values [B])."""
-        logits_BJAK, values_B = self.body(inputs)
-        return logits_BJAK.float() / self.config.temperature, values_B.float()
 
 
 class MLPBody(nn.Module):

@@ -37,7 +37,7 @@ from rill.telemetry.run import write_atomically
 from rill.training.balance import CostModel
 from rill.training.offload import Shelf
 from rill.training.parallel import Rendezvous, World, copy_weights
-from rill.types import EmbodiedTrajectory, Floats, Observation
+from rill.types import EmbodiedTrajectory, Floats, Observation, Observations
 
 ROBOT_TRAINERS = Registry(
     "robot trainer", {"ppo": "rill.training.robots:RobotTrainer", "sac": "rill.training.sac:SACTrainer"}
@@ -219,7 +219,7 @@ class RobotTrainer:
             raise TrainingError(
                 f"data rank {self.world.data_rank} got no episode of the batch: use more prompts per step than ranks"
             )
-        inputs = self.policy.seen([o for e in episodes for o in e.observations])
+        inputs = self.policy.seen(Observations.joined([e.observations for e in episodes]))
         names = episodes[0].latents
         latents = {n: torch.from_numpy(np.concatenate([e.latents[n] for e in episodes])) for n in names}
         executed_BJ = torch.from_numpy(np.concatenate([e.executed_CJ for e in episodes]))

@@ -26,7 +26,7 @@ from rill.policies.inputs import Inputs, read
 from rill.policies.squashed import SquashedPolicy
 from rill.policies.trunk import Trunk, linear
 from rill.training.robots import RobotTrainer
-from rill.types import EmbodiedTrajectory, Floats, RobotSpec
+from rill.types import EmbodiedTrajectory, Floats, Observations, RobotSpec
 
 SAC_FILE = "sac.pt"
 
@@ -206,9 +206,9 @@ class SACTrainer(RobotTrainer):
 
 def transitions(episodes: Sequence[EmbodiedTrajectory], spec: RobotSpec) -> dict[str, Any]:
     """(o, a, r, o', end) of every executed action. `end`: terminated; a truncated episode would have gone on."""
-    before = read([o for e in episodes for o in e.observations], spec)
-    following = [o for e in episodes for o in (*e.observations[1:], e.final)]
-    after = read(following, spec)
+    before = read(Observations.joined([e.observations for e in episodes]), spec)
+    following = [seen for e in episodes for seen in (e.observations[1:], Observations.of([e.final]))]
+    after = read(Observations.joined(following), spec)
     ends: list[Floats] = []
     for episode in episodes:
         end = np.zeros(episode.num_chunks, np.float32)

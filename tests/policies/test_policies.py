@@ -11,6 +11,7 @@ from rill.config import PartConfig
 from rill.errors import ConfigError, ModelError
 from rill.policies import Policy, open_policy
 from rill.policies.base import load_policy
+from rill.policies.draws import Draws
 from rill.policies.flow import FlowPolicy
 from rill.policies.gaussian import GaussianPolicy
 from rill.policies.inputs import read, words_of
@@ -174,11 +175,8 @@ def test_the_noisy_step_of_flow_sde_keeps_the_distribution_of_the_flow() -> None
     config = FlowPolicy.Config(chunk=1, num_steps=50, eta=0.5, **SMALL)
     policy = GaussianField(config, RobotSpec(state_size=5, action_size=1))
     (one,) = seen(STATE, 1)
-    actions = policy.decide(
-        read([one] * 4000, policy.spec),
-        [np.random.Generator(np.random.Philox(n)) for n in range(4000)],
-        greedy=False,
-    )[0]
+    encoded = policy.encode(read([one] * 4000, policy.spec))
+    actions = policy.decide(encoded, Draws(range(4000)), greedy=False)[0]
     assert actions.mean().item() == pytest.approx(0.5, abs=0.02)
     assert actions.std().item() == pytest.approx(0.3, abs=0.02)
 

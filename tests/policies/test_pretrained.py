@@ -13,11 +13,12 @@ from rill.algorithms.embodied import EmbodiedAlgorithmConfig
 from rill.errors import ConfigError, ModelError
 from rill.policies import Policy, open_policy
 from rill.policies.base import load_policy
+from rill.policies.draws import Draws
 from rill.policies.openvla import OpenVLAPolicy
 from rill.policies.pi0 import PI0Policy
 from rill.policies.pretrained import PretrainedPolicy
 from rill.training.robots import RobotTrainer
-from rill.types import EmbodiedTrajectory, InitialState, RobotSpec
+from rill.types import EmbodiedTrajectory, InitialState, Observations, RobotSpec
 from tests.policies.checkpoints import SPEC, openvla, pi0, pi0_actions, seen, tokenizer
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -50,12 +51,11 @@ def test_pi0_acts_as_transformers_samples_it(prefix: str, tmp_path: Path) -> Non
     )
     policy = open_policy(config, SPEC)
     observations = seen(3)
-    generators = [np.random.Generator(np.random.Philox(n)) for n in range(3)]
-    noise = torch.from_numpy(np.stack([g.standard_normal((5, 6, 5), np.float32)[0] for g in generators]))
+    noise = Draws(range(3)).normal(5, 6, 5)[:, 0]
     wanted = pi0_actions(source, words, observations, noise)[:, :3]
-    again = [np.random.Generator(np.random.Philox(n)) for n in range(3)]
     with torch.no_grad():
-        actions, _ = policy.decide(policy.seen(observations), again, greedy=True)
+        encoded = policy.encode(policy.seen(observations))
+        actions, _ = policy.decide(encoded, Draws(range(3)), greedy=True)
     assert torch.allclose(actions, wanted, atol=1e-5)
     assert actions.std() > 0.01
 
@@ -67,7 +67,7 @@ def test_openvlas_logits_are_those_of_its_parts_and_norm_stats_scale_what_is_dra
     assert isinstance(policy, OpenVLAPolicy)
     observations = seen(3)
     with torch.no_grad():
-        logits, _ = policy._logits(policy.seen(observations))
+        logits, _ = policy.encode(policy.seen(observations))
     wanted = torch.stack([source.logits(o, words, 3) for o in observations])
     assert torch.allclose(logits, wanted, atol=1e-4)
     acted = policy.act(observations, range(3), greedy=True).actions_BJA
@@ -105,7 +105,7 @@ def batch(policy: Policy, count: int) -> list[EmbodiedTrajectory]:
                 id=f"e{number}",
                 group_id=f"g{number}",
                 start=InitialState("", "", number),
-                observations=tuple(observations[:2]),
+                observations=Observations.of(observations[:2]),
                 final=observations[2],
                 actions_CJA=decision.actions_BJA,
                 executed_CJ=np.ones((2, 3), np.bool_),

@@ -12,7 +12,7 @@ from rill.errors import CheckpointError, InvalidSampleError
 from rill.policies import open_policy
 from rill.policies.tokens import TokenPolicy
 from rill.training.robots import RobotTrainer
-from rill.types import EmbodiedTrajectory, InitialState, Observation, RobotSpec
+from rill.types import EmbodiedTrajectory, InitialState, Observation, Observations, RobotSpec
 
 SPEC = RobotSpec(state_size=2, action_size=1)
 CONFIG = TokenPolicy.Config(chunk=2, bins=3, width=32, depth=1)
@@ -37,7 +37,7 @@ def episode(
         id=f"e{number}",
         group_id=group or f"g{number}",
         start=InitialState("point", "right", number),
-        observations=tuple(seen[:2]),
+        observations=Observations.of(seen[:2]),
         final=seen[2],
         actions_CJA=decision.actions_BJA,
         executed_CJ=executed,

@@ -12,7 +12,7 @@ from rill.policies import open_policy
 from rill.policies.gaussian import GaussianPolicy
 from rill.policies.squashed import SquashedPolicy
 from rill.training.sac import ReplayBuffer, SACTrainer, transitions
-from rill.types import EmbodiedTrajectory, InitialState, Observation, RobotSpec
+from rill.types import EmbodiedTrajectory, InitialState, Observation, Observations, RobotSpec
 
 SPEC = RobotSpec(state_size=2, action_size=1)
 
@@ -32,7 +32,7 @@ def episode(trainer: SACTrainer, number: int, *, terminated: bool = True) -> Emb
         id=f"e{number}",
         group_id=f"g{number}",
         start=InitialState("point", "right", number),
-        observations=tuple(seen[:3]),
+        observations=Observations.of(seen[:3]),
         final=seen[3],
         actions_CJA=decision.actions_BJA,
         executed_CJ=np.ones((3, 1), bool),

@@ -5,20 +5,21 @@ Called by rill.workers.robots.env, and by the actor for its warm start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rill.envs.robots.bank import Begin, Played, Scenes
 from rill.envs.robots.process import SimulatorProcess
 from rill.types import (
     Bits,
+    Decision,
     EmbodiedTrajectory,
     Floats,
     InitialState,
     Observation,
+    Observations,
     Pixels,
     PolicyVersion,
 )
@@ -27,11 +28,8 @@ from rill.types import (
 class Choice(NamedTuple):
     """One row of a policy's decision."""
 
-    actions_JA: Floats
-    latents: Mapping[str, npt.NDArray[Any]]
-    logprobs_J: Floats
-    value: float
-    clipped: float
+    decision: Decision
+    row: int
     version: PolicyVersion
 
 
@@ -84,22 +82,22 @@ class Recording:
             id=self.name,
             group_id=self.group_id,
             start=self.start,
-            observations=tuple(seen[i] for i in whole),
+            observations=Observations.of([seen[i] for i in whole]),
             final=final,
-            actions_CJA=_stacked([c.actions_JA for c in choices]),
+            actions_CJA=_stacked([c.decision.actions_BJA[c.row] for c in choices]),
             executed_CJ=_stacked([p.executed_J for p in played_C]),
             latents={
-                name: np.stack([c.latents[name] for c in choices])
-                for name in (choices[0].latents if choices else ())
+                name: np.stack([c.decision.latents[name][c.row] for c in choices])
+                for name in (choices[0].decision.latents if choices else ())
             },
-            logprobs_CJ=_stacked([c.logprobs_J for c in choices]),
-            values_C=np.array([c.value for c in choices], np.float32),
+            logprobs_CJ=_stacked([c.decision.logprobs_BJ[c.row] for c in choices]),
+            values_C=np.array([c.decision.values_B[c.row] for c in choices], np.float32),
             versions_C=np.array([c.version for c in choices], np.int32),
             rewards_CJ=_stacked([p.rewards_J for p in played_C]),
             terminated=last.terminated,
             truncated=last.truncated,
             success=last.success,
-            clipped=float(np.mean([c.clipped for c in choices])) if choices else 0.0,
+            clipped=float(np.mean([c.decision.clipped_B[c.row] for c in choices])) if choices else 0.0,
             error=last.error,
         )
 

@@ -190,15 +190,7 @@ class RobotEnvWorker(Worker):
         for row, (slot, recording) in enumerate(zip(slots, recordings, strict=True)):
             if recording.is_over:  # lost with its simulator
                 continue
-            choice = Choice(
-                decision.actions_BJA[row],
-                {name: latent[row] for name, latent in decision.latents.items()},
-                decision.logprobs_BJ[row],
-                float(decision.values_B[row]),
-                float(decision.clipped_B[row]),
-                answer.version,
-            )
-            recording.add(choice, played[slot])
+            recording.add(Choice(decision, row, answer.version), played[slot])
 
     async def _simulate(
         self, stage: Stage, call: Callable[[Mapping[int, Any]], dict[int, Played]], asked: Mapping[int, Any]

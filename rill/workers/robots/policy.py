@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 
 from rill.config import PartConfig
-from rill.policies.base import POLICIES, Decision, Policy, load_policy, open_policy, read_saved
+from rill.policies.base import POLICIES, Policy, load_policy, open_policy, read_saved
 from rill.policies.probe import probe
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker, concurrent
 from rill.training.offload import Shelf
 from rill.training.parallel import copy_weights
-from rill.types import Observation, PolicyVersion, RobotSpec
+from rill.types import Decision, Observation, Observations, PolicyVersion, RobotSpec
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workers.config import SyncConfig
 from rill.workers.records import Answers
@@ -57,7 +57,7 @@ class Question(NamedTuple):
 
     id: str
     asker: int
-    observations: tuple[Observation, ...]
+    observations: Observations
     seeds: tuple[int, ...]
     greedy: bool
 
@@ -131,6 +131,6 @@ class RemotePolicy(NamedTuple):
     ) -> Future[Answer]:
         name = uuid.uuid4().hex
         future = self.answers.expect(name)
-        question = Question(name, self.rank, tuple(observations), tuple(seeds), greedy)
+        question = Question(name, self.rank, Observations.of(observations), tuple(seeds), greedy)
         self.requests.put(question, weight=float(len(observations)))
         return future

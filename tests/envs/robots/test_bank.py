@@ -5,7 +5,7 @@ import pytest
 
 from rill.envs.robots.bank import Bank, Begin
 from rill.envs.robots.recording import Choice, Recording, demonstrate
-from rill.types import InitialState, PolicyVersion
+from rill.types import Decision, InitialState, PolicyVersion
 from tests.envs.robots.fakes import NOT_FINITE, RAISE, PointSimulator
 
 RIGHT = np.ones((4, 1), np.float32)
@@ -62,12 +62,14 @@ def test_a_recording_keeps_what_was_executed_and_the_final_observation(bank: Ban
     start = InitialState("point", "right", 0)
     recording = Recording("g/0", "g", start, bank.reset({0: Begin(start)})[0])
     while not recording.is_over:
-        latents = {"tokens": np.zeros((3, 1), np.int16)}
-        choice = Choice(RIGHT[:3], latents, np.zeros(3, np.float32), 0.5, 0.0, PolicyVersion(3))
-        recording.add(choice, bank.play({0: RIGHT[:3]})[0])
+        zeros = np.zeros((2, 3), np.float32)
+        latents = {"tokens": np.zeros((2, 3, 1), np.int16)}
+        decision = Decision(np.stack([-RIGHT[:3], RIGHT[:3]]), latents, zeros, zeros[:, 0], zeros[:, 0])
+        recording.add(Choice(decision, 1, PolicyVersion(3)), bank.play({0: RIGHT[:3]})[0])
     episode = recording.trajectory()
     assert episode.num_chunks == len(episode.observations) == len(episode.versions_C)
     assert episode.num_actions == episode.executed_CJ.sum() < episode.executed_CJ.size
+    assert np.array_equal(episode.actions_CJA[0], RIGHT[:3])
     assert abs(episode.final.state[0]) >= 0.4
     assert episode.reward == 1.0 and set(episode.versions_C.tolist()) == {3}
 
