@@ -102,4 +102,5 @@ def check_task(start: InitialState, spec: RobotSpec) -> None:
 
 def scaled(action_A: Floats, low_A: Floats, high_A: Floats) -> Floats:
     """−1 … 1 to the robot's own range."""
-    return (low_A + 0.5 * (np.clip(action_A, -1.0, 1.0) + 1.0) * (high_A - low_A)).astype(np.float32)
+    within_A = np.minimum(np.maximum(action_A, -1.0), 1.0)  # np.clip takes twice as long for a few numbers
+    return (low_A + 0.5 * (within_A + 1.0) * (high_A - low_A)).astype(np.float32)
