@@ -50,6 +50,7 @@ def keeps_the_contract(simulator: Simulator, task: str, max_steps: int) -> None:
         ("arm", {"image_size": 16}, "red"),
         ("gymnasium", {"id": "CartPole-v1", "success_return": 5.0}, ""),
         ("gymnasium", {"id": "Pendulum-v1"}, ""),
+        ("gymnasium", {"id": "HalfCheetah-v5"}, ""),
         ("pusht", {}, ""),
         ("metaworld", {}, "drawer-open-v3"),
     ],
