@@ -21,7 +21,7 @@ from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle
 from rill.runtime.process.call import CALL, Call, Calls
 from rill.runtime.process.mailbox import Mailbox
-from rill.runtime.process.peer import Letter, Peer
+from rill.runtime.process.peer import Letter, Peer, tcp_line
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer import wire
 from rill.runtime.transfer.parcel import pack_inline
@@ -224,7 +224,7 @@ def test_a_call_to_the_dead_fails_and_so_does_one_that_waits_for_them(boxes: tup
 
 
 def test_another_process_at_the_same_address_is_another_stream() -> None:
-    peer = Peer(zmq.Context.instance(), "ipc:///nowhere", "", None)
+    peer = Peer(tcp_line(zmq.Context.instance(), "tcp://127.0.0.1:1", None), "")
     for token in (b"the first", b"another"):
         for seq in range(1, 4):
             letter = Letter(token, bytes(8), 0, seq, "", [], 0)

@@ -1,6 +1,7 @@
 """Messages between the processes of a run: one mailbox per process, one path for calls, answers and everything else.
 
-    any thread ──post()──▶ PUSH (one per peer, under its lock) ──ipc | tcp──▶ PULL ──▶ inbox thread ──▶ handlers
+    any thread ──post()──▶ Peer ──┬─ same node: Unix socket (unix_line.py) ─┬──▶ inbox thread ──▶ handlers
+                                  └─ other node: ZeroMQ PUSH ──tcp──▶ PULL ─┘
 
 Messages from one process to another arrive once and in order, also when the connection between them breaks (peer.py).
 The first frame names the handler; handlers run on the inbox thread and must not block. Between nodes messages are
@@ -19,13 +20,17 @@ from typing import Any, TypeAlias
 import msgspec
 import zmq
 
-from rill.runtime.process.peer import CLOSE_LINGER_MS, PROBE, WORD, Letter, Peer
+from rill.runtime.process.peer import CLOSE_LINGER_MS, PROBE, WORD, Letter, Peer, tcp_line
 from rill.runtime.process.session_key import SessionKey
+from rill.runtime.process.unix_line import UnixLine, UnixSockets
 
 Frames: TypeAlias = list[Any]
 Handler: TypeAlias = Callable[[str, Frames], None]
 
-_TICK_MS = 500
+_TICK_S = 0.5
+_LOCAL = "ipc://"
+_MAX_READS = 64
+"""Of TCP in one turn: the neighbours wait."""
 
 _log = logging.getLogger(__name__)
 _decode = msgspec.msgpack.Decoder(Letter).decode
@@ -34,25 +39,25 @@ _decode = msgspec.msgpack.Decoder(Letter).decode
 class Mailbox:
     def __init__(self, endpoint: str, *, host: str = "127.0.0.1", key: SessionKey | None = None) -> None:
         """Bind `endpoint`, and with a key also a free TCP port on `host`, where holders of the key get in."""
-        self.context = zmq.Context()
-        self.context.set(zmq.MAX_SOCKETS, 8192)
         self.endpoint = endpoint
-        self._inbox = self.context.socket(zmq.PULL)
-        self._inbox.setsockopt(zmq.RCVHWM, 0)
-        self._inbox.bind(endpoint)
+        self._unix = UnixSockets(endpoint.removeprefix(_LOCAL), self._take)
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 8192)
         self._key = key
+        self._tcp: zmq.Socket[bytes] | None = None
         self.tcp_endpoint = ""
         if key is not None:
-            key.guard(self._inbox)
-            self.tcp_endpoint = f"tcp://{host}:{self._inbox.bind_to_random_port(f'tcp://{host}')}"
+            self._tcp = self._context.socket(zmq.PULL)
+            self._tcp.setsockopt(zmq.RCVHWM, 0)
+            key.guard(self._tcp)
+            self.tcp_endpoint = f"tcp://{host}:{self._tcp.bind_to_random_port(f'tcp://{host}')}"
+            self._unix.watch(self._tcp.FD, lambda: None)  # it is looked at in every turn
         self._handlers: dict[bytes, Handler] = {}
         self._peers: dict[str, Peer] = {}
         self._by_token: dict[bytes, Peer] = {}
         self._peers_lock = threading.Lock()
         self._gone: set[str] = set()
         self._closed = False
-        self._stop_endpoint = f"inproc://stop-{id(self)}"
-        self._inbox.bind(self._stop_endpoint)
         self._thread = threading.Thread(target=self._read, name="rill-inbox", daemon=True)
 
     def on(self, kind: bytes, handler: Handler) -> None:
@@ -75,7 +80,7 @@ class Mailbox:
             peer = self._peers.pop(endpoint, None)
             if peer is not None:
                 self._by_token.pop(peer.token, None)
-            if endpoint.startswith("ipc:"):  # a path is used once in a session; a TCP port may come back
+            if endpoint.startswith(_LOCAL):  # a path is used once in a session; a TCP port may come back
                 self._gone.add(endpoint)
         if peer is not None:
             peer.close(linger_ms=0)
@@ -89,14 +94,16 @@ class Mailbox:
             peers = list(self._peers.values())
             self._peers.clear()
         if self._thread.is_alive():
-            with self.context.socket(zmq.PUSH) as stop:
-                stop.connect(self._stop_endpoint)
-                stop.send(b"")
+            self._unix.wake()
             self._thread.join(5.0)
-        self._inbox.close(linger=0)
+        if self._tcp is not None:
+            self._unix.unwatch(self._tcp.FD)
+            self._tcp.close(linger=0)
+        self._unix.drain(CLOSE_LINGER_MS / 1000)
         for peer in peers:
             peer.close(linger_ms=CLOSE_LINGER_MS)
-        self.context.term()
+        self._unix.close()
+        self._context.term()
 
     def _peer(self, endpoint: str) -> Peer | None:
         """None: it is gone, it has no address here, or this mailbox is closed."""
@@ -104,38 +111,49 @@ class Mailbox:
             if self._closed or not endpoint or endpoint in self._gone:
                 return None
             if endpoint not in self._peers:
-                reply_to = self.endpoint if endpoint.startswith("ipc:") else self.tcp_endpoint
-                peer = self._peers[endpoint] = Peer(self.context, endpoint, reply_to, self._key)
+                if endpoint.startswith(_LOCAL):
+                    peer = Peer(UnixLine(self._unix, endpoint.removeprefix(_LOCAL)), self.endpoint)
+                else:
+                    peer = Peer(tcp_line(self._context, endpoint, self._key), self.tcp_endpoint)
+                self._peers[endpoint] = peer
                 self._by_token[peer.token] = peer
             return self._peers[endpoint]
 
     # --- the inbox thread ---------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        self._inbox.setsockopt(zmq.RCVTIMEO, _TICK_MS)
         next_probe_s = 0.0
+        has_more = False
         while not self._closed:
-            try:
-                self._take(self._inbox.recv())
-            except zmq.Again:
-                pass
-            except zmq.ZMQError:  # closed
-                return
+            self._unix.serve(0.0 if has_more else _TICK_S)
+            has_more = self._tcp is not None and self._read_tcp(self._tcp)
             now_s = time.monotonic()
             if now_s >= next_probe_s:
-                next_probe_s = now_s + _TICK_MS / 1000
+                next_probe_s = now_s + _TICK_S
                 with self._peers_lock:
                     peers = list(self._peers.values())
                 for peer in peers:
                     peer.probe(now_s)
 
-    def _take(self, data: bytes) -> None:
+    def _read_tcp(self, socket: zmq.Socket[bytes]) -> bool:
+        """Whether there may be more. ZeroMQ tells of news once, so it is read until there is nothing."""
+        for _ in range(_MAX_READS):
+            try:
+                data = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._take(data)
+        return True
+
+    def _take(self, data: bytes | bytearray) -> None:
         try:
-            letter = _decode(data)
+            self._handle(_decode(data))
         except msgspec.DecodeError:
-            if not self._closed:
-                _log.warning("%d bytes that are no message were dropped", len(data))
-            return
+            _log.warning("%d bytes that are no message were dropped", len(data))
+        except Exception:  # noqa: BLE001  boundary: the inbox thread serves everybody, one bad message must not end it
+            _log.exception("a message could not be handled")
+
+    def _handle(self, letter: Letter) -> None:
         confirmed = self._by_token.get(letter.ack_token)
         if confirmed is not None:
             confirmed.confirm(letter)
@@ -145,20 +163,15 @@ class Mailbox:
         if peer is None:
             return  # gone: what it still says is of no use to anybody
         if peer.is_next(letter):
-            self._dispatch(letter.reply_to, letter.frames)
+            kind, *frames = letter.frames
+            handler = self._handlers.get(kind)
+            if handler is None:
+                _log.warning("a message of unknown kind %r was dropped", kind)
+            else:
+                handler(letter.reply_to, frames)
             peer.tell()
         elif letter.seq == PROBE:
             peer.tell(letter.asked)
-
-    def _dispatch(self, sender: str, frames: Frames) -> None:
-        handler = self._handlers.get(frames[0])
-        if handler is None:
-            _log.warning("a message of unknown kind %r was dropped", frames[0])
-            return
-        try:
-            handler(sender, frames[1:])
-        except Exception:  # noqa: BLE001  boundary: the inbox thread serves everybody, one bad message must not end it
-            _log.exception("the handler of a %r message failed", frames[0])
 
 
 def free_port(host: str) -> int:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -27,7 +27,7 @@ PROBE_S = 1.0
 ACK_EVERY = 64
 CLOSE_LINGER_MS = 500
 HEARTBEAT_MS = 10_000
-"""ZeroMQ's own, on TCP, from its own threads: a connection that leads nowhere is closed and made anew."""
+"""ZeroMQ's own, from its own threads: a connection that leads nowhere is closed and made anew."""
 
 WORD, PROBE = 0, -1
 """In the place of a number: messages that are not counted."""
@@ -52,31 +52,43 @@ class Letter(msgspec.Struct, array_like=True, gc=False):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Peer:
-    """A PUSH socket and both directions' counts. The lock guards what is sent, and the socket, which one thread may use
-    at a time; what arrives is counted by the one thread that reads."""
+class Line(Protocol):
+    """One way to another process; what is sent on it arrives in order or not at all."""
 
-    def __init__(self, context: Any, endpoint: str, reply_to: str, key: SessionKey | None) -> None:
+    def send(self, data: bytes) -> object: ...
+
+    def close(self, linger: int) -> None: ...
+
+
+def tcp_line(context: zmq.Context[Any], endpoint: str, key: SessionKey | None) -> Line:
+    """To another node: encrypted, and each end proves that it has the key."""
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+    if key is not None:
+        key.present(socket)
+    socket.connect(endpoint)
+    return socket
+
+
+class Peer:
+    """A line and both directions' counts. The lock guards what is sent, and the line, which one thread may use at a
+    time; what arrives is counted by the one thread that reads."""
+
+    def __init__(self, line: Line, reply_to: str) -> None:
         self.token = os.urandom(8)
         self.unconfirmed: deque[tuple[int, list[bytes]]] = deque()
         self._num_sent = 0
         self._heard_s = 0.0
         self._their_token = bytes(8)
         self._num_received = self._num_told = 0
-        self._reply_to = reply_to
+        self._line, self._reply_to = line, reply_to
         self._lock = threading.Lock()
         self._is_closed = False
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if not endpoint.startswith("ipc:"):
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-            if key is not None:
-                key.present(self._socket)
-        self._socket.connect(endpoint)
 
     def send(self, frames: Sequence[Any]) -> None:
         """Send, and keep until the other end has it."""
@@ -127,10 +139,10 @@ class Peer:
     def close(self, linger_ms: int) -> None:
         with self._lock:
             self._is_closed = True
-            self._socket.close(linger=linger_ms)
+            self._line.close(linger_ms)
 
     def _write(self, seq: int, frames: list[bytes], asked: int = 0) -> None:
         if not self._is_closed:
             self._num_told = ack = self._num_received
             letter = Letter(self.token, self._their_token, ack, seq, self._reply_to, frames, asked)
-            self._socket.send(_encode(letter))
+            self._line.send(_encode(letter))
