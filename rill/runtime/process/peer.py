@@ -16,12 +16,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import msgspec
 import zmq
 
 from rill.runtime.process.session_key import SessionKey
+from rill.runtime.process.unix_line import UnixLine
+
+Line: TypeAlias = "UnixLine | zmq.Socket[bytes]"
+"""What is sent on it arrives in order; some may be lost."""
 
 PROBE_S = 1.0
 ACK_EVERY = 64
@@ -52,17 +56,9 @@ class Letter(msgspec.Struct, array_like=True, gc=False):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Line(Protocol):
-    """One way to another process; what is sent on it arrives in order or not at all."""
-
-    def send(self, data: bytes) -> object: ...
-
-    def close(self, linger: int) -> None: ...
-
-
-def tcp_line(context: zmq.Context[Any], endpoint: str, key: SessionKey | None) -> Line:
+def tcp_line(context: Any, endpoint: str, key: SessionKey | None) -> zmq.Socket[bytes]:
     """To another node: encrypted, and each end proves that it has the key."""
-    socket = context.socket(zmq.PUSH)
+    socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
