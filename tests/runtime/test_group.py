@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,6 +182,20 @@ def test_several_devices_to_a_process_and_several_processes_to_a_device(cluster:
     assert shared.device_ids().wait(20) == [[3], [3]]
     wide.close()
     shared.close()
+
+
+def test_calls_to_a_stopped_worker_do_not_block_and_run_when_it_goes_on(echo: WorkerGroup[Echo]) -> None:
+    (pid,) = echo.on(0).pid().wait(10)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        started_s = time.monotonic()
+        values = [bytes([n % 256]) * 50_000 for n in range(300)]
+        handles = [echo.on(0).echo(value) for value in values]
+        assert echo.on(1).plus(1).wait(10) == [11]
+        assert time.monotonic() - started_s < 5
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [handle.wait(20)[0] for handle in handles] == values
 
 
 def test_a_dead_worker_fails_its_handle_names_itself_and_can_be_relaunched(cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import random
 import socket
@@ -13,15 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-import zmq
 
 from rill.errors import PeerDiedError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle
 from rill.runtime.process.call import CALL, Call, Calls
 from rill.runtime.process.mailbox import Mailbox
-from rill.runtime.process.peer import Letter, Peer, tcp_line
+from rill.runtime.process.peer import Letter, Peer
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer import wire
 from rill.runtime.transfer.parcel import pack_inline
@@ -33,15 +34,24 @@ KEY = SessionKey.new()
 
 
 class CuttingProxy:
-    """Passes TCP on to a port; when told to, it swallows what comes for a moment, then cuts all connections."""
+    """Stands before a mailbox; when told to, it swallows what comes for a moment, then cuts all connections."""
 
     def __init__(self, endpoint: str) -> None:
-        self._target = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        if endpoint.startswith("ipc:"):
+            self._family, target = socket.AF_UNIX, endpoint.removeprefix("ipc://")
+            self._target: Any = target
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(target + "-proxy")
+            self._listener.listen()
+            self.endpoint = endpoint + "-proxy"
+        else:
+            self._family = socket.AF_INET
+            self._target = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._ends: list[socket.socket] = []
         self._is_swallowing = False
-        self.num_swallowed = self.num_cut = 0
+        self.num_swallowed = self.num_passed = self.num_cut = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def begin_to_swallow(self) -> None:
@@ -64,7 +74,8 @@ class CuttingProxy:
         while True:
             try:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
+                far = socket.socket(self._family)
+                far.connect(self._target)
             except OSError:
                 return
             self._ends += [near, far]
@@ -78,6 +89,7 @@ class CuttingProxy:
                     self.num_swallowed += len(data)
                 else:
                     sink.sendall(data)
+                    self.num_passed += len(data)
         source.close()
 
 
@@ -89,15 +101,24 @@ def boxes(tmp_path: Path) -> Iterator[tuple[Mailbox, Mailbox]]:
         box.close()
 
 
+@pytest.fixture(params=["tcp", "ipc"])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def endpoint_of(box: Mailbox, way: str) -> str:
+    return box.tcp_endpoint if way == "tcp" else box.endpoint
+
+
 def test_messages_arrive_once_and_in_order_over_a_connection_that_is_cut_again_and_again(
-    boxes: tuple[Mailbox, Mailbox],
+    boxes: tuple[Mailbox, Mailbox], way: str
 ) -> None:
     here, there = boxes
     arrived: list[int] = []
     there.on(b"n", lambda _, frames: arrived.append(int(frames[0])))
     for box in boxes:
         box.start()
-    proxy = CuttingProxy(there.tcp_endpoint)
+    proxy = CuttingProxy(endpoint_of(there, way))
     rng = random.Random(0)
     for n in range(600):
         here.post(proxy.endpoint, [b"n", str(n).encode(), bytes(rng.randrange(2000))])
@@ -116,14 +137,14 @@ def test_messages_arrive_once_and_in_order_over_a_connection_that_is_cut_again_a
 
 
 def test_what_was_posted_may_be_changed_at_once_also_when_it_is_sent_again(
-    boxes: tuple[Mailbox, Mailbox],
+    boxes: tuple[Mailbox, Mailbox], way: str
 ) -> None:
     here, there = boxes
     arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     there.on(b"n", lambda _, frames: arrived.put(bytes(frames[0])))
     for box in boxes:
         box.start()
-    proxy = CuttingProxy(there.tcp_endpoint)
+    proxy = CuttingProxy(endpoint_of(there, way))
     memory = bytearray(200_000)
     here.post(proxy.endpoint, [b"n", memory])
     assert arrived.get(timeout=20) == memory
@@ -136,6 +157,125 @@ def test_what_was_posted_may_be_changed_at_once_also_when_it_is_sent_again(
     for n in range(5):
         assert arrived.get(timeout=20) == bytes([n]) * len(memory)
     proxy.close()
+
+
+def test_a_connection_cut_in_the_middle_of_a_large_message_loses_and_doubles_nothing(
+    boxes: tuple[Mailbox, Mailbox],
+) -> None:
+    here, there = boxes
+    arrived: list[bytes] = []
+    there.on(b"n", lambda _, frames: arrived.append(frames[0]))
+    for box in boxes:
+        box.start()
+    proxy = CuttingProxy(there.endpoint)
+    large = [bytes([n]) * 16_000_000 for n in range(3)]
+    for one in large:
+        here.post(proxy.endpoint, [b"n", one])
+    assert becomes_true(lambda: proxy.num_passed > 1_000_000)
+    proxy.cut()
+    assert becomes_true(lambda: len(arrived) >= 3)
+    time.sleep(0.1)
+    assert arrived == large
+    assert proxy.num_passed > sum(map(len, large)) + 1_000_000, "some of it went twice"
+    proxy.close()
+
+
+def test_a_process_that_does_not_read_holds_up_nobody_and_gets_everything_later(
+    boxes: tuple[Mailbox, Mailbox], tmp_path: Path
+) -> None:
+    here, there = boxes
+    other = Mailbox(f"ipc://{tmp_path}/c")
+    arrived: list[int] = []
+    heard = threading.Event()
+    there.on(b"n", lambda _, frames: arrived.append(int(frames[0])))
+    other.on(b"n", lambda *_: heard.set())
+    here.start()
+    other.start()
+    started_s = time.monotonic()
+    for n in range(3000):
+        here.post(there.endpoint, [b"n", str(n).encode(), bytes(10_000)])
+    here.post(other.endpoint, [b"n"])
+    assert heard.wait(10)
+    assert time.monotonic() - started_s < 5
+    assert not arrived
+    there.start()
+    assert becomes_true(lambda: len(arrived) >= 3000)
+    assert arrived == list(range(3000))
+    other.close()
+
+
+def test_what_strangers_write_to_a_mailbox_harms_nobody(
+    boxes: tuple[Mailbox, Mailbox], caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = boxes
+    arrived: list[int] = []
+    there.on(b"n", lambda _, frames: arrived.append(int(frames[0])))
+    for box in boxes:
+        box.start()
+
+    def stranger(data: bytes) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX)
+        made.connect(there.endpoint.removeprefix("ipc://"))
+        made.sendall(data)
+        made.settimeout(10)
+        return made
+
+    def framed(data: bytes) -> bytes:
+        return len(data).to_bytes(8, "little") + data
+
+    here.post(there.endpoint, [b"n", b"0"])
+    strangers = [
+        stranger(b"GET / HTTP/1.1"),
+        stranger(framed(b"no letter")),
+        stranger(framed(msgspec.msgpack.encode(Letter(b"t", b"", 0, 1, "ipc://nowhere", [], 0)))),
+        stranger(framed(msgspec.msgpack.encode(Letter(b"t", b"", 0, 1, "no address", [b"n", b"7"], 0)))),
+        stranger(framed(bytes(1000))[:500]),
+    ]
+    assert strangers[0].recv(1) == b"", "it was closed"
+    here.post(there.endpoint, [b"n", b"1"])
+    for one in strangers:
+        one.close()
+    here.post(there.endpoint, [b"n", b"2"])
+    assert becomes_true(lambda: arrived == [0, 1, 2])
+    assert becomes_true(lambda: len(caplog.records) >= 4)
+
+
+def test_a_closed_mailbox_has_written_what_was_posted_and_leaves_nothing_open(
+    boxes: tuple[Mailbox, Mailbox], tmp_path: Path
+) -> None:
+    _, there = boxes
+    arrived: list[int] = []
+    there.on(b"n", lambda _, frames: arrived.append(int(frames[0])))
+    there.start()
+    num_open, num_threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for round_ in range(3):
+        sender = Mailbox(f"ipc://{tmp_path}/c")
+        if round_:
+            sender.start()
+        for n in range(100):
+            sender.post(there.endpoint, [b"n", str(n).encode(), bytes(20_000)])
+        sender.post(f"ipc://{tmp_path}/nobody", [b"n"])
+        sender.close()
+        assert becomes_true(lambda least=100 * (round_ + 1): len(arrived) >= least)
+        there.forget(sender.endpoint)
+        there._gone.clear()
+    assert arrived == [*range(100)] * 3
+    assert not (tmp_path / "c").exists()
+    assert becomes_true(lambda: len(os.listdir("/proc/self/fd")) <= num_open)
+    assert threading.active_count() == num_threads
+
+
+def test_what_waits_for_a_process_that_is_gone_is_dropped_at_once(boxes: tuple[Mailbox, Mailbox]) -> None:
+    here, there = boxes
+    here.start()
+    num_open = len(os.listdir("/proc/self/fd"))
+    for _ in range(300):
+        here.post(there.endpoint, [b"n", bytes(10_000)])
+    here.forget(there.endpoint)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    started_s = time.monotonic()
+    here.close()
+    assert time.monotonic() - started_s < 0.4
 
 
 def test_a_sender_keeps_nothing_that_was_confirmed(boxes: tuple[Mailbox, Mailbox]) -> None:
@@ -157,12 +297,14 @@ def calls_of(mailbox: Mailbox, address: WorkerAddress, dead: dict[str, str]) -> 
     return Calls(context)  # type: ignore[arg-type]
 
 
-def test_calls_and_answers_survive_cut_connections_and_run_once(boxes: tuple[Mailbox, Mailbox]) -> None:
+def test_calls_and_answers_survive_cut_connections_and_run_once(
+    boxes: tuple[Mailbox, Mailbox], way: str
+) -> None:
     here, there = boxes
-    out, back = CuttingProxy(there.tcp_endpoint), CuttingProxy(here.tcp_endpoint)
-    here.tcp_endpoint = back.endpoint  # where answers go
-    driver = WorkerAddress("driver", 0, "n0", 1, here.endpoint, back.endpoint)
-    worker = WorkerAddress("w", 0, "n1", 1, there.endpoint, out.endpoint)
+    out, back = CuttingProxy(endpoint_of(there, way)), CuttingProxy(endpoint_of(here, way))
+    here.tcp_endpoint = here.endpoint = back.endpoint  # where answers go
+    driver = WorkerAddress("driver", 0, "n0", 1, back.endpoint, back.endpoint)
+    worker = WorkerAddress("w", 0, "n1", 1, out.endpoint, out.endpoint)
     calls = calls_of(here, driver, {})
     ran: list[int] = []
 
@@ -224,10 +366,9 @@ def test_a_call_to_the_dead_fails_and_so_does_one_that_waits_for_them(boxes: tup
 
 
 def test_another_process_at_the_same_address_is_another_stream() -> None:
-    peer = Peer(tcp_line(zmq.Context.instance(), "tcp://127.0.0.1:1", None), "")
+    peer = Peer(SimpleNamespace(), "")  # type: ignore[arg-type]
     for token in (b"the first", b"another"):
         for seq in range(1, 4):
             letter = Letter(token, bytes(8), 0, seq, "", [], 0)
             assert peer.is_next(letter)
             assert not peer.is_next(letter), "twice"
-    peer.close(linger_ms=0)

@@ -98,12 +98,11 @@ class Mailbox:
             self._thread.join(5.0)
         if self._tcp is not None:
             self._unix.unwatch(self._tcp.FD)
-            self._tcp.close(linger=0)
         self._unix.drain(CLOSE_LINGER_MS / 1000)
         for peer in peers:
             peer.close(linger_ms=CLOSE_LINGER_MS)
         self._unix.close()
-        self._context.term()
+        self._context.destroy(CLOSE_LINGER_MS)
 
     def _peer(self, endpoint: str) -> Peer | None:
         """None: it is gone, it has no address here, or this mailbox is closed."""

@@ -60,7 +60,6 @@ def tcp_line(context: Any, endpoint: str, key: SessionKey | None) -> zmq.Socket[
     """To another node: encrypted, and each end proves that it has the key."""
     socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
