@@ -73,8 +73,9 @@ class UnixSockets:
 
     def watch(self, fd: int, on_ready: Callable[[], None], events: int = select.EPOLLIN) -> None:
         """Have the serving thread call `on_ready` when there is something to do, now and then also when not."""
-        self._on_ready[fd] = on_ready
-        self._epoll.register(fd, events)
+        if fd not in self._on_ready:
+            self._on_ready[fd] = on_ready
+            self._epoll.register(fd, events)
 
     def unwatch(self, fd: int) -> None:
         """Before it is closed: a forked process may hold it open."""
@@ -123,20 +124,23 @@ class UnixLine:
 
     def __init__(self, owner: UnixSockets, path: str) -> None:
         self._owner, self._path = owner, path
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._socket: socket | None = None
         self._backlog: deque[memoryview] = deque()
-        self._is_watched = False
 
     def send(self, data: bytes) -> None:
         self._backlog.append(memoryview(_LENGTH.pack(len(data)) + data))
         if len(self._backlog) == 1:
             self._write()
 
-    def close(self, _linger_ms: int) -> None:
-        """What is not written is lost: UnixSockets.drain() comes before."""
+    def close(self, _linger_ms: int = 0) -> None:
+        """What is not written is lost: UnixSockets.drain() comes before. Who sends again connects anew."""
         with self._lock:
-            self._hang_up()
+            self._backlog.clear()
+            if self._socket is not None:
+                self._owner.unwatch(self._socket.fileno())
+                self._socket.close()
+                self._socket = None
 
     def _write(self) -> None:
         backlog = self._backlog
@@ -151,24 +155,16 @@ class UnixLine:
             except BlockingIOError:
                 pass
             except OSError:
-                self._hang_up()
-            if self._socket is not None and bool(backlog) != self._is_watched:
-                self._is_watched = not self._is_watched
-                if self._is_watched:
-                    self._owner.watch(self._socket.fileno(), self._write, select.EPOLLOUT)
-                else:
-                    self._owner.unwatch(self._socket.fileno())
+                self.close()
+            if self._socket is None:
+                return
+            if backlog:
+                self._owner.watch(self._socket.fileno(), self._write, select.EPOLLOUT)
+            else:
+                self._owner.unwatch(self._socket.fileno())
 
     def _connect(self) -> socket:
         self._socket = made = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK)
         if error := made.connect_ex(self._path):  # also: too many wait to be accepted
             raise ConnectionError(error)
         return made
-
-    def _hang_up(self) -> None:
-        self._backlog.clear()
-        self._is_watched = False
-        if self._socket is not None:
-            self._owner.unwatch(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
