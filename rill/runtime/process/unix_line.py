@@ -25,7 +25,7 @@ from socket import AF_UNIX, MSG_NOSIGNAL, SHUT_RDWR, SOCK_NONBLOCK, SOCK_STREAM,
 _LENGTH = struct.Struct("<Q")
 _MAX_BYTES = 1 << 40
 """What claims to be longer is no message."""
-_CHUNK_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 16
 _MAX_WRITES = 64
 """To one process in one turn: the others wait."""
 
