@@ -11,6 +11,7 @@ peer.py asks for what was lost and sends it again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -83,12 +84,16 @@ class UnixSockets:
             self._epoll.unregister(fd)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # no more of them
+        try:
             while True:
                 one, _ = self._listener.accept()
                 one.setblocking(False)
                 self._incoming.add(one)
                 self.watch(one.fileno(), functools.partial(self._read, one, bytearray()))
+        except BlockingIOError:
+            return  # no more of them
+        except OSError as error:  # closed; or no descriptor is left, and the one who waits is asked for again and again
+            time.sleep(0.05 if error.errno in (errno.EMFILE, errno.ENFILE) else 0.0)
 
     def _read(self, one: socket, pending: bytearray) -> None:
         """`pending`: the beginning of a message that has not arrived in full."""
