@@ -371,7 +371,8 @@ def _rows(
 
 
 def _chunks(step: StepTimes, events: Sequence[Event]) -> list[tuple[int, float]]:
-    """Groups and seconds of each chunk of a step, on the rank that needed longest, without waits and swaps."""
+    """Groups and seconds of each chunk of a step, on the rank that needed longest, without waits and swaps. Where the
+    batch passes a group twice (PPO's actor: scored, then trained on), a chunk has its share of both."""
     inside = [e for e in events if step.began_s <= e.at_ns / 1e9 <= step.ended_s]
     found: dict[tuple[str, str], tuple[int, float]] = {}
     for span in (e for e in inside if e.name == CHUNK):
@@ -386,7 +387,13 @@ def _chunks(step: StepTimes, events: Sequence[Event]) -> list[tuple[int, float]]
         seconds = (span.duration_ns - idle_ns) / 1e9
         if key not in found or seconds > found[key][1]:
             found[key] = (int(span.attributes["groups"]), seconds)
-    return list(found.values())
+    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for (line, _), chunk in found.items():
+        lines[line].append(chunk)
+    finest = max(lines, key=lambda line: len(lines[line]), default="")
+    num_groups = sum(groups for groups, _ in lines[finest])
+    others_s = sum(seconds for line, chunks in lines.items() if line != finest for _, seconds in chunks)
+    return [(groups, seconds + others_s * groups / num_groups) for groups, seconds in lines[finest]]
 
 
 def _group_lengths(run: Run) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -89,14 +90,19 @@ def test_a_step_says_what_each_group_worked_on_its_slowest_rank() -> None:
     assert "controller" not in worked
 
 
-def written(run: Run, num_steps: int, seconds: float = 1.5) -> None:
-    """The trace of such steps: a chunk took `seconds` of the actor's two."""
+def written(run: Run, num_steps: int, seconds: float = 1.5, scored_s: Sequence[float] = ()) -> None:
+    """The trace of such steps: a chunk took `seconds` of the actor's two; it scores in chunks of 4 groups before."""
     lines: dict[str, list[dict[str, object]]] = {"driver": [], "actor[0]": []}
     for step in range(num_steps):
         at = step * 10 * S
         lines["driver"].append(
             {"kind": "span", "name": "step", "lane": "loop", "at_ns": at, "duration_ns": 9 * S}
         )
+        lines["actor[0]"] += [
+            {"kind": "span", "name": "chunk", "lane": "actor[0]", "at_ns": at + (3 + n) * S,
+             "duration_ns": int(each_s * S), "attributes": {"of": "actor.score", "chunk": f"{step}.{n}", "groups": 4}}
+            for n, each_s in enumerate(scored_s)
+        ]  # fmt: skip
         chunk = {"of": "actor.train", "chunk": f"{step}.0", "groups": 8}
         lines["actor[0]"].append(
             {"kind": "span", "name": "chunk", "lane": "actor[0]", "at_ns": at + 5 * S,
@@ -119,6 +125,15 @@ def test_points_are_steps_of_engines_and_chunks_of_stages(tmp_path: Path) -> Non
     assert actor.seconds == pytest.approx((1.5, 1.5))
     assert actor.step_s == pytest.approx(1.0)  # 2.5 s of work less the chunk
     assert workers["rollout"].streams and not workers["actor"].streams
+
+
+def test_a_group_that_the_batch_passes_twice_needs_the_seconds_of_both(tmp_path: Path) -> None:
+    run = Run.create("small", root=tmp_path)
+    written(run, 2, scored_s=(0.2, 0.3))
+    workers = profiled_workers(run, [c for n in range(2) for c in grpo_step(10.0 * n)], kind="gpu")
+    actor = workers["actor"].options["gpu1"]
+    assert actor.items == (4.0, 4.0) and actor.seconds == pytest.approx((0.2 + 0.75, 0.3 + 0.75))
+    assert actor.step_s == pytest.approx(0.5)
 
 
 def test_memory_is_what_a_group_held_at_the_end_of_its_turns_where_that_is_known(tmp_path: Path) -> None:
