@@ -38,6 +38,9 @@ class LongTail(Environment):
         warmup_groups: int = Field(0, ge=0)
         """The first so many groups get responses of `warmup_tokens`: a cheap first step that compiles everything."""
         warmup_tokens: int = Field(32, ge=1)
+        longer_from: int = Field(0, ge=0)
+        """Groups from this one on get responses `longer` times as long: a model that learns to reason, all at once."""
+        longer: float = Field(1.0, gt=0)
         answer_tokens: int = Field(0, ge=0)
         """Longest answer before the tail. 0: the whole response is the tail."""
         tool_s: float = Field(0.0, ge=0)
@@ -63,10 +66,12 @@ class LongTail(Environment):
 
     def length_of(self, trajectory_id: str, group_id: str) -> int:
         config = self.config
-        if group_id[:1] == "g" and group_id[1:].isdigit() and int(group_id[1:]) < config.warmup_groups:
+        number = int(group_id[1:]) if group_id[:1] == "g" and group_id[1:].isdigit() else 0
+        if number < config.warmup_groups:
             return config.warmup_tokens
         normal = np.random.default_rng(number_of(trajectory_id)).standard_normal()
-        return max(1, min(config.max_tokens, round(config.median_tokens * math.exp(config.sigma * normal))))
+        length = max(1, min(config.max_tokens, round(config.median_tokens * math.exp(config.sigma * normal))))
+        return round(length * config.longer) if number >= config.longer_from else length
 
 
 def random_question(index: int, seed: int) -> dict[str, Any]:

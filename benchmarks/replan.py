@@ -1,0 +1,130 @@
+"""Claim: after a drift a run replans by itself within five steps, and wins back ≥ 80 % of what the best plan gains.
+
+    python benchmarks/replan.py [--drift-at 6] [--after 14] [--alone 8]
+
+GRPO with a long-tailed task on two slots of one thread (`pair` of plan_prediction.py) begins with the best split plan
+of its profile. From step --drift-at on every answer is three times as long. The replanner that every planned run has
+sees the steps' times alone. After that run, by themselves, with long answers from the first step on: the split plan
+(`kept`) and the best plan for them (`best`), from a profile of their own. JSON lines: seconds of every step, when the
+run switched and why, and the share of the gap between `kept` and `best` that the steps after the switch win back. Needs
+two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from plan_prediction import start, workload
+
+from rill.config.files import RecipeValues, with_overrides
+from rill.config.resolve import dump_config, resolve
+from rill.planning.plan import Plan, choose
+from rill.planning.profiler import measure
+from rill.planning.recipe import devices_of, leave_in, problem_of, put_into
+from rill.planning.replan import Replanner
+from rill.planning.search import Mode
+from rill.telemetry import trace
+from rill.telemetry.run import Run
+from rill.workflows import WORKFLOWS, recipe_schema
+from rill.workflows.loop import StepReport
+from rill.workflows.rl_config import RLConfig
+
+LONGER = 3.0
+SKIP = 3
+"""First steps of a run, which compile."""
+
+
+def recipe(steps: int, longer_from: int) -> RecipeValues:
+    values = workload("pair", argparse.Namespace(steps=steps, devices=2)).values
+    values["rollout"]["sampling"]["max_new_tokens"] = 620
+    values["rollout"]["env"] |= {"longer": LONGER, "longer_from": longer_from}
+    return with_overrides(values, [], "replan")
+
+
+def resolved(values: RecipeValues) -> RLConfig:
+    config = resolve(recipe_schema(values.values), values.values, values.provenance)
+    assert isinstance(config, RLConfig)
+    return config
+
+
+def run_under(
+    values: RecipeValues, plan: Plan, root: Path, left: dict[str, Any] | None = None
+) -> tuple[list[float], Run]:
+    """Seconds of its steps. `left`: what the plan rests on, for a run that may replan."""
+    put_into(values.values, values.provenance, plan, "plan")
+    config = resolved(values)
+    steps_s: list[float] = []
+
+    def observe(report: StepReport) -> None:
+        if "time/step_s" in report.metrics:
+            steps_s.append(report.metrics["time/step_s"])
+
+    run = Run.create("measured", root=root, config_toml=dump_config(config))
+    pilot = None
+    if left is not None:
+        leave_in(run.path, plan, **left)
+        pilot = Replanner.of(config, run, devices_of(config))
+        assert pilot is not None, "the run does not replan"
+    trace.configure(run.path, "driver")
+    with run.running():
+        WORKFLOWS.load(config.workflow)(config, run, [observe]).run(pilot)
+    trace.shutdown()
+    return steps_s, run
+
+
+def tell(**told: Any) -> None:
+    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in told.items()}), flush=True)
+
+
+def alone(name: str, plan: Plan, steps: int) -> float:
+    with tempfile.TemporaryDirectory() as root:
+        steps_s, _ = run_under(recipe(steps, 0), plan, Path(root))
+    step_s = statistics.median(steps_s[SKIP:])
+    tell(run=name, plan=plan.structure, step_s=step_s, steps_s=[round(s, 2) for s in steps_s])
+    return step_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--drift-at", type=int, default=6, help="step from which on answers are longer")
+    parser.add_argument("--after", type=int, default=14, help="steps from there on")
+    parser.add_argument("--alone", type=int, default=8, help="steps of the plans by themselves")
+    args = parser.parse_args()
+    never = 1_000_000_000
+    short, long = resolved(recipe(1, never)), resolved(recipe(1, 0))
+    devices = devices_of(short)
+    profile = measure(short, {}, devices, start=start, num_rounds=2)
+    problem = problem_of(short, {}, profile, devices)
+    plan, found = choose(problem, Mode.SPLIT, tried=profile.tried)
+    tell(run="split", plan=plan.structure, predicted_s=plan.step_s)
+    values = recipe(args.drift_at + args.after, args.drift_at * short.loop.prompts_per_step)
+    left = {"problem": problem, "found": found, "profile": profile}
+    with tempfile.TemporaryDirectory() as root:
+        steps_s, run = run_under(values, plan, Path(root), left)
+        why = json.loads((run.path / "plan.json").read_text()).get("why", [])
+        followed = Plan.load(run.path / "plan.toml")
+    tell(run="replans", plan=followed.structure, steps_s=[round(s, 2) for s in steps_s], why=why)
+    switched = [int(line.split("after step ")[1].split(",")[0]) for line in why if "after step" in line]
+    kept_s = alone("kept", plan, args.alone)
+    profile = measure(long, {}, devices, start=start, num_rounds=2)
+    best, _ = choose(problem_of(long, {}, profile, devices), tried=profile.tried)
+    best_s = alone("best", best, args.alone)
+    moved_s = statistics.median(steps_s[switched[-1] + 1 :]) if switched else kept_s
+    tell(
+        benchmark="replan",
+        kept_s=kept_s,
+        best_s=best_s,
+        moved_s=moved_s,
+        recovered=(kept_s - moved_s) / (kept_s - best_s),
+        steps_until=switched[0] - args.drift_at if switched else None,
+        goal="0.8 within 5 steps",
+    )
+
+
+if __name__ == "__main__":
+    main()
