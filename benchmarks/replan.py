@@ -1,13 +1,13 @@
 """Claim: after a drift a run replans by itself within five steps, and wins back ≥ 80 % of what the best plan gains.
 
-    python benchmarks/replan.py [--drift-at 6] [--after 14] [--alone 8]
+    python benchmarks/replan.py [--drift-at 5] [--after 10] [--alone 7]
 
-GRPO with a long-tailed task on two slots of one thread (`pair` of plan_prediction.py) begins with the best split plan
-of its profile. From step --drift-at on every answer is three times as long. The replanner that every planned run has
-sees the steps' times alone. After that run, by themselves, with long answers from the first step on: the split plan
-(`kept`) and the best plan for them (`best`), from a profile of their own. JSON lines: seconds of every step, when the
-run switched and why, and the share of the gap between `kept` and `best` that the steps after the switch win back. Needs
-two idle cores.
+Four-model PPO with a long-tailed task on two slots of one thread begins with the best hybrid plan of its profile, as
+with `--plan hybrid`: engine and trainers apart. From step --drift-at on every answer is three times as long. The
+replanner that every planned run has sees the steps' times alone. After that run, by themselves, with long answers from
+the first step on: the hybrid plan (`kept`) and the best one (`best`). JSON lines: seconds of every step, when the run
+switched and why, and the share of the gap between `kept` and `best` that the steps after the switch win back. Needs two
+idle cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from plan_prediction import start, workload
+from plan_prediction import TAIL, start, workload
 
 from rill.config.files import RecipeValues, with_overrides
 from rill.config.resolve import dump_config, resolve
@@ -40,9 +40,10 @@ SKIP = 3
 
 
 def recipe(steps: int, longer_from: int) -> RecipeValues:
-    values = workload("pair", argparse.Namespace(steps=steps, devices=2)).values
+    values = workload("ppo", argparse.Namespace(steps=steps, devices=2)).values
+    values["loop"]["prompts_per_step"] = 16
     values["rollout"]["sampling"]["max_new_tokens"] = 620
-    values["rollout"]["env"] |= {"longer": LONGER, "longer_from": longer_from}
+    values["rollout"]["env"] = {**TAIL, "longer": LONGER, "longer_from": longer_from}
     return with_overrides(values, [], "replan")
 
 
@@ -91,17 +92,17 @@ def alone(name: str, plan: Plan, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--drift-at", type=int, default=6, help="step from which on answers are longer")
-    parser.add_argument("--after", type=int, default=14, help="steps from there on")
-    parser.add_argument("--alone", type=int, default=8, help="steps of the plans by themselves")
+    parser.add_argument("--drift-at", type=int, default=5, help="step from which on answers are longer")
+    parser.add_argument("--after", type=int, default=10, help="steps from there on")
+    parser.add_argument("--alone", type=int, default=7, help="steps of the plans by themselves")
     args = parser.parse_args()
     never = 1_000_000_000
-    short, long = resolved(recipe(1, never)), resolved(recipe(1, 0))
+    short = resolved(recipe(1, never))
     devices = devices_of(short)
-    profile = measure(short, {}, devices, start=start, num_rounds=2)
+    profile = measure(short, {}, devices, start=start, num_rounds=1)
     problem = problem_of(short, {}, profile, devices)
-    plan, found = choose(problem, Mode.SPLIT, tried=profile.tried)
-    tell(run="split", plan=plan.structure, predicted_s=plan.step_s)
+    plan, found = choose(problem, Mode.HYBRID, tried=profile.tried)
+    tell(run="hybrid", plan=plan.structure, predicted_s=plan.step_s)
     values = recipe(args.drift_at + args.after, args.drift_at * short.loop.prompts_per_step)
     left = {"problem": problem, "found": found, "profile": profile}
     with tempfile.TemporaryDirectory() as root:
@@ -111,9 +112,7 @@ def main() -> None:
     tell(run="replans", plan=followed.structure, steps_s=[round(s, 2) for s in steps_s], why=why)
     switched = [int(line.split("after step ")[1].split(",")[0]) for line in why if "after step" in line]
     kept_s = alone("kept", plan, args.alone)
-    profile = measure(long, {}, devices, start=start, num_rounds=2)
-    best, _ = choose(problem_of(long, {}, profile, devices), tried=profile.tried)
-    best_s = alone("best", best, args.alone)
+    best_s = alone("best", choose(problem, tried=profile.tried)[0], args.alone)
     moved_s = statistics.median(steps_s[switched[-1] + 1 :]) if switched else kept_s
     tell(
         benchmark="replan",

@@ -120,11 +120,14 @@ def decide(
 def _drifts(
     problem: Problem, tree: Tree, observed: Mapping[str, Sequence[float]], policy: Policy
 ) -> dict[str, float]:
-    """Nodes that take another time than predicted, and how many times as long."""
+    """Nodes that take another time than predicted, and how many times as long. The members of a cycle take their times
+    one after the other where they share devices, and the longest of them where each has its own."""
+    members = {node.name: node.members or (node.name,) for node in problem.graph.nodes}
     found = {}
     for stage in tree.stages():
         name = stage.nodes[0]
-        recent = list(observed.get(name, ()))[-policy.window :]
+        each = [observed.get(member, ())[-policy.window :] for member in members[name]]
+        recent = [max(seconds) if stage.is_apart else sum(seconds) for seconds in zip(*each)]
         predicted = stage_seconds(problem, stage)
         if len(recent) < policy.window or predicted <= 0:
             continue

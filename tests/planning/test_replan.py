@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rill.planning.cost import Pool, Problem
+from rill.planning.graph import Edge
 from rill.planning.price import price, stage_seconds
 from rill.planning.replan import Policy, decide
 from rill.planning.search import Tree, search
@@ -61,6 +62,23 @@ def test_a_planted_drift_moves_and_wins_back_most_of_what_was_lost(
     moved_s = price(world, decision.found.tree).step_s
     assert (kept_s - moved_s) >= 0.8 * (kept_s - best_s)
     assert worker in decision.reason
+
+
+def test_a_cycle_drifts_as_its_members_do() -> None:
+    """PPO's actor, reference and critic are a cycle, and one node of the plan."""
+    problem = three(2)
+    back = Edge(source="actor", target="reference")
+    circle = replace(problem.graph, edges=(*problem.graph.edges, back)).collapsed()
+    problem = replace(problem, graph=circle)
+    tree = search(problem).tree
+    (name,) = (node.name for node in circle.nodes if node.members)
+    seconds = predicted(problem, tree)[name]
+    assert not next(stage for stage in tree.stages() if stage.nodes[0] == name).is_apart
+    shares = {"reference": 0.2 * seconds, "actor": 0.8 * seconds}
+    same = decide(problem, tree, {n: [s] * 5 for n, s in shares.items()}, steps_left=100)
+    assert same.reason == "no worker has drifted"
+    thrice = decide(problem, tree, {n: [3.0 * s] * 5 for n, s in shares.items()}, steps_left=100)
+    assert f"{name} takes 3.00 × the predicted time" in thrice.reason
 
 
 def test_a_switch_that_cannot_be_earned_back_is_not_made() -> None:
