@@ -19,10 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from plan_prediction import TAIL, start, workload
+from plan_prediction import SKIP, TAIL, resolved, start, workload
 
 from rill.config.files import RecipeValues, with_overrides
-from rill.config.resolve import dump_config, resolve
+from rill.config.resolve import dump_config
 from rill.planning.plan import Plan, choose
 from rill.planning.profiler import measure
 from rill.planning.recipe import devices_of, leave_in, problem_of, put_into
@@ -30,13 +30,10 @@ from rill.planning.replan import Replanner
 from rill.planning.search import Mode
 from rill.telemetry import trace
 from rill.telemetry.run import Run
-from rill.workflows import WORKFLOWS, recipe_schema
+from rill.workflows import WORKFLOWS
 from rill.workflows.loop import StepReport
-from rill.workflows.rl_config import RLConfig
 
 LONGER = 3.0
-SKIP = 3
-"""First steps of a run, which compile."""
 
 
 def recipe(steps: int, longer_from: int) -> RecipeValues:
@@ -45,12 +42,6 @@ def recipe(steps: int, longer_from: int) -> RecipeValues:
     values["rollout"]["sampling"]["max_new_tokens"] = 620
     values["rollout"]["env"] = {**TAIL, "longer": LONGER, "longer_from": longer_from}
     return with_overrides(values, [], "replan")
-
-
-def resolved(values: RecipeValues) -> RLConfig:
-    config = resolve(recipe_schema(values.values), values.values, values.provenance)
-    assert isinstance(config, RLConfig)
-    return config
 
 
 def run_under(
