@@ -129,7 +129,7 @@ def test_on_a_gpu_weights_and_cache_are_held_in_8_bits() -> None:
         runner = engine._runner
         weights = {n: p.dtype for n, p in runner.model.named_parameters() if ".layers." in n and p.ndim == 2}
         assert set(weights.values()) == {FP8}
-        assert {t.dtype for t in (*runner.cache.keys, *runner.cache.values)} == {FP8}
+        assert {held.dtype for layer in runner.cache for held in layer} == {FP8}
         assert runner._skinny is not None  # type: ignore[attr-defined]
     finally:
         engine.close()
