@@ -4,10 +4,10 @@
                   ├─ server: the application as `rill serve` runs it; with --isolate its engine is in a replica
                   └─ clients: plain sockets over asyncio, --clients processes that share --in-flight requests
 
-The same requests in turns, round by round: to the engine alone; and through HTTP (the token route, completions whole
-and as streams, all with log-probabilities and token ids), `--in-flight` of them open at a time, as a rollout does. The
-engine runs as many at once. Prints one JSON line per way; `ratio_to_engine` is the median over the rounds, each against
-the engine's own rate of that round.
+The same requests in turns, round by round, `--in-flight` of them open at a time, the next one when one ends: to the
+engine alone; and through HTTP (the token route, completions whole and as streams, all with log-probabilities and token
+ids). The engine runs as many at once. Prints one JSON line per way; `ratio_to_engine` is the median over the rounds,
+each against the engine's own rate of that round. An engine that is given all requests at once has its line too.
 
 HTTP, JSON and text cost an isolated engine nothing as long as they need less time per token than it does:
 `server_us_per_token` (CPU time of the serving process) against `engine_us_per_token`. `--threads` are the engine's; the
@@ -105,15 +105,18 @@ def _measure(
     args: argparse.Namespace, alone: _Peer, served: _Peer, clients: Pool, prompts: list[list[int]]
 ) -> None:
     own: list[float] = []
+    queued: list[float] = []
     rounds: dict[str, list[_Load]] = {way: [] for way in WAYS}
     for way in WAYS:  # the first ones warm up
         _load(clients, args, served, way, prompts[: args.in_flight])
-    alone.ask((prompts[: args.in_flight], args.tokens))
+    alone.ask((prompts[: args.in_flight], args.tokens, args.in_flight))
     for number in range(args.repeats):
-        own.append(alone.ask((prompts, args.tokens)))
+        queued.append(alone.ask((prompts, args.tokens, args.requests)))
+        own.append(alone.ask((prompts, args.tokens, args.in_flight)))
         for way in WAYS:
             rounds[way].append(_load(clients, args, served, way, prompts))
         _note(f"round {number + 1} of {args.repeats}, the server is process {served.pid}")
+    _report("engine, all requests in its queue", queued, own, args)
     _report("engine", own, own, args)
     for way, loads in rounds.items():
         _report(way, [load.rate for load in loads], own, args, loads)
@@ -168,18 +171,24 @@ def _questions(connection: Connection) -> Any:
 
 
 def _engine_main(connection: Connection, settings: NativeEngine.Config, is_instant: bool) -> None:
-    """Question: (prompts, number of new tokens). Answer: tokens per second."""
+    """Question: (prompts, number of new tokens, how many are open at a time). Answer: tokens per second."""
     engine: Engine = InstantEngine() if is_instant else NativeEngine(settings)  # type: ignore[assignment]
     connection.send(None)
-    for prompts, num_tokens in _questions(connection):
+    for prompts, num_tokens, in_flight in _questions(connection):
         sampling = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
         requests = [
             Request(id=f"{time.monotonic_ns()}-{i}", token_ids=np.array(p, np.int32), sampling=sampling)
             for i, p in enumerate(prompts)
         ]
+        room, futures = threading.Semaphore(in_flight), []
         start = time.perf_counter()
-        done = engine.generate(requests)
-        connection.send(sum(len(c.token_ids) for c in done) / (time.perf_counter() - start))
+        for request in requests:
+            room.acquire()
+            (future,) = engine.submit([request])
+            future.add_done_callback(lambda _, room=room: room.release())
+            futures.append(future)
+        num_done = sum(len(future.result().token_ids) for future in futures)
+        connection.send(num_done / (time.perf_counter() - start))
     engine.close()
 
 
