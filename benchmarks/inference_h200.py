@@ -275,6 +275,19 @@ def memory(engine: NativeEngine) -> None:
     first = engine.generate(requests(prompt, [32], "a", temperature=0.0))[0].token_ids.tolist()
     used = [torch.cuda.mem_get_info()[0]]
     timings = []
+    rollout = {}
+    lengths = log_normal_lengths()[:256]
+
+    def roll_out(tag: str) -> float:
+        return round(timed(engine, requests(random_prompts(256, 128, 6), lengths, tag))[0], 3)
+
+    roll_out("warm-memory")
+    engine.pause(PauseMode.INTERRUPT)
+    engine.release(MemoryLevel.WEIGHTS)  # the first time they are moved
+    engine.restore()
+    engine.resume()
+    roll_out("warm-memory-again")
+    rollout["none"] = roll_out("memory")
     for level in MemoryLevel:
         engine.pause(PauseMode.INTERRUPT)
         start = time.perf_counter()
@@ -285,6 +298,7 @@ def memory(engine: NativeEngine) -> None:
         engine.restore()
         timings.append(round(time.perf_counter() - start, 3))
         engine.resume()
+        rollout[level] = roll_out(f"memory-{level}")
         again = engine.generate(requests(prompt, [32], f"b{level}", temperature=0.0))[0].token_ids.tolist()
         report(
             result=f"release({level})",
@@ -292,6 +306,7 @@ def memory(engine: NativeEngine) -> None:
             same_after=again == first,
         )
     report(result="release, restore seconds by level", seconds=timings)
+    report(result="256 log-normal requests after a release of", seconds=rollout)
 
 
 def growth(engine: NativeEngine) -> None:

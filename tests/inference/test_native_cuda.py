@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from rill.inference.base import Engine
+from rill.inference.base import Engine, MemoryLevel, PauseMode
 from rill.inference.native.engine import NativeEngine
 from rill.inference.native.sampler import SamplingBatch, sample
 from rill.models.loading import ModelConfig, load_model
+from rill.types import PolicyVersion
 from tests.inference.conformance import EngineConformance
 from tests.inference.native_models import (
     SHAPES,
@@ -96,6 +97,44 @@ def test_weights_that_are_not_numbers_fail_the_request_and_harm_nothing(temperat
     engine = make_engine(device="cuda", check_every_step=False)
     try:
         check_weights_that_are_not_numbers(engine, temperature)
+    finally:
+        engine.close()
+
+
+def test_captured_steps_outlive_a_release_of_the_memory_that_they_read() -> None:
+    engine = make_engine(device="cuda", check_every_step=False, num_kv_blocks=100_000)
+    asked = [request(i, prompt, temperature=1.0, seed=i) for i, prompt in enumerate(prompts((5, 9, 20)))]
+
+    def released(level: MemoryLevel) -> int:
+        engine.pause(PauseMode.INTERRUPT)
+        free = torch.cuda.mem_get_info()[0]
+        engine.release(level)
+        return torch.cuda.mem_get_info()[0] - free
+
+    def answered() -> list[list[int]]:
+        engine.restore()
+        engine.resume()
+        return [each.token_ids.tolist() for each in engine.generate(asked, timeout_s=60)]
+
+    try:
+        runner: Any = engine._runner
+        before, cached = answered(), 100_000 * runner.cache_shape.block_bytes
+        released(MemoryLevel.WEIGHTS)  # moves them, once
+        assert answered() == before
+        graphs = dict(runner._graphs._graphs)
+        for level in (MemoryLevel.KV, MemoryLevel.WEIGHTS):
+            assert released(level) >= cached
+            assert answered() == before
+            assert runner._graphs._graphs == graphs, "one was captured again"
+        released(MemoryLevel.WEIGHTS)
+        tensors = [(name, 1.01 * p) for name, p in reference().named_parameters()]
+        engine.update_weights(tensors, PolicyVersion(1))  # while they are out
+        updated = answered()
+        assert runner._graphs._graphs == graphs
+        assert updated == [each.token_ids.tolist() for each in engine.generate(asked, timeout_s=60)] != before
+        released(MemoryLevel.GRAPHS)
+        assert not runner._graphs._graphs
+        assert answered() == updated
     finally:
         engine.close()
 

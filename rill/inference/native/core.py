@@ -160,6 +160,7 @@ class EngineCore:
             waiter.set_exception(failure or EngineError("the engine closed before its last request ended"))
         self._drained.clear()
         self.runner.free_cache()
+        self.runner.free_graphs()
 
     def stats(self) -> EngineStats:
         """Any thread: each number is right, though not all of one instant."""
@@ -215,6 +216,8 @@ class EngineCore:
         self.runner.free_cache()
         if level in (MemoryLevel.WEIGHTS, MemoryLevel.GRAPHS):
             self.runner.offload_weights()
+        if level is MemoryLevel.GRAPHS:
+            self.runner.free_graphs()
         self.released = level
 
     def restore(self) -> None:

@@ -25,8 +25,16 @@ import torch
 from rill.inference.collector import CollectorHold
 from rill.inference.native.batch import StepBatch, changed_places
 from rill.inference.native.decode_graphs import NUM_PROGRAMS, Array, DecodeGraphs, Upload, sampling_columns
+from rill.inference.native.device_pool import DevicePool
 from rill.inference.native.logit_edits import apply_edits
-from rill.inference.native.model_runner import LoadedModel, ModelRunner, PendingTurn, TurnResult, refusal
+from rill.inference.native.model_runner import (
+    CacheShape,
+    LoadedModel,
+    ModelRunner,
+    PendingTurn,
+    TurnResult,
+    refusal,
+)
 from rill.inference.native.sampler import SamplingBatch, likeliest, resample_masked
 from rill.inference.native.triton_sampler import TritonSampler
 from rill.models.decode.attention_paged import PagedBatch
@@ -38,6 +46,7 @@ from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.triton_decode import DecodeAttention
 from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels
 from rill.models.ops.triton_logprob import token_logprobs
+from rill.models.routing import UNKNOWN
 from rill.models.vision import VisualRows
 
 if TYPE_CHECKING:
@@ -97,7 +106,9 @@ class CudaRunner(ModelRunner):
         # A step uploads at most four times, and two turns are under way.
         num_staging = 2 * (4 * num_scheduler_steps + 1)
         self._upload = Upload(words, DecodeGraphs.num_words(max_num_seqs), device, num_staging)
-        self._offload = WeightOffload()
+        self._offload = WeightOffload(device)
+        self._cache_pool = DevicePool(device)
+        self._cached: tuple[int, CacheShape] | None = None
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = DecodeGraphs(
             max_num_seqs, self._tables, self._upload, self._logits_of, self._stream,
@@ -137,22 +148,43 @@ class CudaRunner(ModelRunner):
         self._collector.give_back()
 
     def allocate_cache(self, num_blocks: int) -> None:
-        super().allocate_cache(num_blocks)
+        """After a release, at the addresses of before, which the graphs know."""
+        if self._cached == (num_blocks, self.cache_shape):
+            self._cache_pool.take_back()
+            for held in (each for layer in self.cache for each in layer):
+                held.zero_()
+            if self._experts_SLK is not None:
+                self._experts_SLK.fill_(UNKNOWN)
+        else:
+            self._graphs.drop()
+            self.cache, self._cache_pool = [], DevicePool(self.device)
+            with self._cache_pool.use():
+                super().allocate_cache(num_blocks)
+            self._cached = (num_blocks, self.cache_shape)
         torch.cuda.synchronize(self.device)
 
     def free_cache(self) -> None:
         torch.cuda.synchronize(self.device)
-        self._graphs.drop()  # they hold the addresses of the cache, and of weights that may go next
-        super().free_cache()
+        if not self._loaded.is_owned:
+            self._graphs.drop()  # they hold the addresses of weights that somebody else may move next
+        self._cache_pool.give_back()
+        if self.vision is not None:
+            self.vision.forget()
+        torch.cuda.empty_cache()
+
+    def free_graphs(self) -> None:
+        self._graphs.drop()
         torch.cuda.empty_cache()
 
     def offload_weights(self) -> None:
         """A trainer that shares its parameters looks after their memory itself."""
         if self._loaded.is_owned:
-            self._offload.offload((p.data for p in self.model.parameters()), self.device)
+            if not self._offload.keeps_addresses:
+                self._graphs.drop()
+            self._offload.offload(p.data for p in self.model.parameters())
 
     def reload_weights(self) -> None:
-        self._offload.reload(self.device)
+        self._offload.reload()
 
     def fence(self) -> Callable[[], None]:
         return partial(self._stream.wait_event, torch.cuda.current_stream(self.device).record_event())
@@ -390,12 +422,18 @@ class CudaRunner(ModelRunner):
 
 class WeightOffload:
     """Weights out of a device's memory and back, with every tensor and view over them still valid afterwards: holds
-    pinned copies of parameters whose device storage has been given back."""
+    pinned copies of parameters whose memory has been given back. From the first time on they keep their addresses."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._held: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._pool: DevicePool | None = None
 
-    def offload(self, parameters: Iterable[torch.Tensor], device: torch.device) -> None:
+    @property
+    def keeps_addresses(self) -> bool:
+        return self._pool is not None
+
+    def offload(self, parameters: Iterable[torch.Tensor]) -> None:
         seen: set[int] = set()
         for tensor in parameters:
             storage = tensor.untyped_storage()
@@ -403,18 +441,27 @@ class WeightOffload:
                 continue  # tied, or parts of one joined projection
             seen.add(storage.data_ptr())
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-            host.copy_(_bytes_of(storage, device), non_blocking=True)
+            host.copy_(_bytes_of(storage, self._device), non_blocking=True)
             self._held.append((storage, host))
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(self._device)
+        if self._pool is not None:
+            self._pool.give_back()
+            return
         for storage, _ in self._held:
             storage.resize_(0)
         torch.cuda.empty_cache()
 
-    def reload(self, device: torch.device) -> None:
+    def reload(self) -> None:
+        if self._pool is not None:
+            self._pool.take_back()
+        else:
+            self._pool = DevicePool(self._device)
+            with self._pool.use():
+                for storage, host in self._held:
+                    storage.resize_(host.numel())
         for storage, host in self._held:
-            storage.resize_(host.numel())
-            _bytes_of(storage, device).copy_(host, non_blocking=True)
-        torch.cuda.synchronize(device)
+            _bytes_of(storage, self._device).copy_(host, non_blocking=True)
+        torch.cuda.synchronize(self._device)
         self._held.clear()
 
 

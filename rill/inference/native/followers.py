@@ -142,9 +142,15 @@ class LeadingRunner:
         return own // self._group.size if self._group.device.type == "cpu" else own
 
     def free_cache(self) -> None:
+        self._give_up("free_cache")
+
+    def free_graphs(self) -> None:
+        self._give_up("free_graphs")
+
+    def _give_up(self, name: str) -> None:
         with suppress(EngineError):  # at the end there may be nobody left to be told
-            self._followers.tell("free_cache")
-        self._own.free_cache()
+            self._followers.tell(name)
+        getattr(self._own, name)()
 
     def weight_targets(self) -> WeightTargets:
         return WeightTargets(self._own.model, self._own.shards, partial(self._followers.tell, "receive"))

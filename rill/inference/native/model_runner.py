@@ -150,6 +150,9 @@ class ModelRunner:
         if self.vision is not None:
             self.vision.forget()
 
+    def free_graphs(self) -> None:
+        """What was captured, and the memory that it needs."""
+
     def free_bytes(self) -> int:
         """Memory that a KV cache could take now."""
         return free_host_bytes()

@@ -1,0 +1,103 @@
+"""Device memory that is given back and taken again at the same addresses, so that captured graphs outlive a release.
+
+    with pool.use():   tensors made here lie in ranges of addresses that the pool reserves
+    pool.give_back()   the memory behind them goes to whoever wants it; tensors, views and graphs stay as they are
+    pool.take_back()   other memory behind the same addresses; what it holds is undefined
+
+CUDA's calls for virtual memory, through ctypes, behind torch's own allocator (torch.cuda.MemPool).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+
+from rill.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+_PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
+_GRANULE = 2 << 20
+"""Memory is mapped in multiples of this; torch asks for such sizes anyway."""
+_Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+_Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+_CALLBACKS: list[Any] = []
+"""torch may call them for as long as one of their tensors lives."""
+
+
+class DevicePool:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sizes: dict[int, int] = {}
+        """Bytes of a range, by its address."""
+        self._handles: dict[int, int] = {}
+        """Of the memory behind a range that has some."""
+        callbacks = _Allocate(self._allocate), _Free(self._free)
+        _CALLBACKS.append(callbacks)
+        allocate, free = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in callbacks)
+        self._pool = torch.cuda.MemPool(torch._C._cuda_customAllocator(allocate, free))
+
+    def use(self) -> AbstractContextManager[None]:
+        """For what this thread allocates."""
+        return torch.cuda.use_mem_pool(self._pool, self._device)
+
+    def give_back(self) -> None:
+        torch.cuda.synchronize(self._device)
+        for address in list(self._handles):
+            self._unmap(address)
+
+    def take_back(self) -> None:
+        for address in self._sizes.keys() - self._handles.keys():
+            self._map(address)
+
+    def _map(self, address: int) -> None:
+        size, handle = self._sizes[address], ctypes.c_ulonglong()
+        # CUmemAllocationProp: its type, handles, location, Windows' data, flags; CUmemAccessDesc: location, flags
+        properties = struct.pack("iiiiQ8x", _PINNED, 0, _ON_DEVICE, self._device.index, 0)
+        access = struct.pack("iii", _ON_DEVICE, self._device.index, _READ_AND_WRITE)
+        _call("cuMemCreate", ctypes.byref(handle), size, properties, 0)
+        self._handles[address] = handle.value
+        _call("cuMemMap", address, size, 0, handle.value, 0)
+        _call("cuMemSetAccess", address, size, access, 1)
+
+    def _unmap(self, address: int) -> None:
+        _call("cuMemUnmap", address, self._sizes[address])
+        _call("cuMemRelease", self._handles.pop(address))
+
+    def _allocate(self, num_bytes: int, device: int, stream: int) -> int:
+        """Called by torch. 0 is out of memory to it."""
+        address, size = ctypes.c_ulonglong(), -(-num_bytes // _GRANULE) * _GRANULE
+        try:
+            _call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
+            self._sizes[address.value] = size
+            self._map(address.value)
+        except EngineError as error:
+            log.warning("%d MiB of device memory were refused: %s", size >> 20, error)
+            self._sizes.pop(address.value, None)
+            return 0
+        return address.value
+
+    def _free(self, address: int, num_bytes: int, device: int, stream: int) -> None:
+        if address in self._handles:
+            self._unmap(address)
+        _call("cuMemAddressFree", address, self._sizes.pop(address))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Of the CUDA driver, whose numbers all have 64 bits here."""
+    given = [ctypes.c_ulonglong(each) if isinstance(each, int) else each for each in arguments]
+    if code := getattr(_driver(), name)(*given):
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise EngineError(f"{name}: {(text.value or b'').decode()} ({code})")
