@@ -25,7 +25,9 @@ def checked_every_step(engine: NativeEngine) -> NativeEngine:
 
 def check_scheduler(scheduler: Scheduler) -> None:
     check_blocks(scheduler.blocks, scheduler.running)
-    assert all(not seq.block_ids for seq in scheduler.waiting), "a waiting sequence holds blocks"
+    assert all(not seq.block_ids for seq in (*scheduler.waiting, *scheduler.scoring)), (
+        "a waiting sequence holds blocks"
+    )
     slots = [seq.slot for seq in scheduler.running] + scheduler._free_slots
     assert len(slots) == len(set(slots)), "two sequences share a slot"
 

@@ -244,6 +244,21 @@ def test_scoring_works_while_generation_is_paused(engine: NativeEngine) -> None:
     assert len(future.result(timeout=60).token_ids) == 100
 
 
+def test_a_text_is_scored_while_a_rollout_fills_the_queue() -> None:
+    engine = make_engine(max_num_seqs=2)
+    (prompt,) = prompts((9,))
+    try:
+        asked = [request(i, prompt, max_new_tokens=20, ignore_eos=True) for i in range(20)]
+        futures = engine.submit(asked)
+        (scores,) = engine.score([prompt], timeout_s=60.0)
+        num_done = sum(future.done() for future in futures)
+        assert num_done < 10, "it waited behind those that came before it"
+        np.testing.assert_allclose(scores, forward_logprobs(reference(), prompt), atol=1e-4)
+        assert all(len(future.result(timeout=60).token_ids) == 20 for future in futures)
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"num_kv_blocks": 9}])
 def test_scoring_finds_a_place_while_paused_requests_hold_them_all(limits: dict[str, int]) -> None:
     engine = make_engine(**limits)

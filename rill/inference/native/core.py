@@ -96,7 +96,7 @@ class EngineCore:
         scheduler = self.scheduler
         paused = f", paused ({scheduler.paused})" if scheduler.paused else ""
         released = f", memory released ({self.released})" if self.released else ""
-        return f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting{paused}{released}"
+        return f"{len(scheduler.running)} running, {scheduler.num_waiting} waiting{paused}{released}"
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         for seq in sequences:
@@ -167,7 +167,7 @@ class EngineCore:
         scheduler = self.scheduler
         return self._tally.stats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=scheduler.num_waiting,
             num_preempted=scheduler.num_preempted,
             num_kv_blocks=scheduler.blocks.num_usable,
             num_free_kv_blocks=scheduler.blocks.num_free,
@@ -206,7 +206,7 @@ class EngineCore:
     def release(self, level: MemoryLevel) -> None:
         scheduler = self.scheduler
         self.drain()
-        runs = scheduler.running or (scheduler.waiting and not scheduler.paused)
+        runs = scheduler.running or (scheduler.num_waiting and not scheduler.paused)
         if runs and scheduler.paused is not PauseMode.INTERRUPT:
             raise EngineError(
                 f"release({level}) while requests run ({self.describe()}): pause() first, or wait until idle"

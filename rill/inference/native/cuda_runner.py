@@ -131,7 +131,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Graphs are captured before the first request; after a release, as they are needed."""
+        """Graphs are captured before the first request."""
         if self.uses_graphs:
             try:
                 self._graphs.capture_all()
@@ -151,8 +151,8 @@ class CudaRunner(ModelRunner):
         """After a release, at the addresses of before, which the graphs know."""
         if self._cached == (num_blocks, self.cache_shape):
             self._cache_pool.take_back()
-            for held in (each for layer in self.cache for each in layer):
-                held.zero_()
+            for keys, values in self.cache:
+                keys.zero_(), values.zero_()
             if self._experts_SLK is not None:
                 self._experts_SLK.fill_(UNKNOWN)
         else:
@@ -179,7 +179,7 @@ class CudaRunner(ModelRunner):
     def offload_weights(self) -> None:
         """A trainer that shares its parameters looks after their memory itself."""
         if self._loaded.is_owned:
-            if not self._offload.keeps_addresses:
+            if self._offload.pool is None:
                 self._graphs.drop()
             self._offload.offload(p.data for p in self.model.parameters())
 
@@ -427,11 +427,7 @@ class WeightOffload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._held: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        self._pool: DevicePool | None = None
-
-    @property
-    def keeps_addresses(self) -> bool:
-        return self._pool is not None
+        self.pool: DevicePool | None = None
 
     def offload(self, parameters: Iterable[torch.Tensor]) -> None:
         seen: set[int] = set()
@@ -444,19 +440,19 @@ class WeightOffload:
             host.copy_(_bytes_of(storage, self._device), non_blocking=True)
             self._held.append((storage, host))
         torch.cuda.synchronize(self._device)
-        if self._pool is not None:
-            self._pool.give_back()
+        if self.pool is not None:
+            self.pool.give_back()
             return
         for storage, _ in self._held:
             storage.resize_(0)
         torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        if self._pool is not None:
-            self._pool.take_back()
+        if self.pool is not None:
+            self.pool.take_back()
         else:
-            self._pool = DevicePool(self._device)
-            with self._pool.use():
+            self.pool = DevicePool(self._device)
+            with self.pool.use():
                 for storage, host in self._held:
                     storage.resize_(host.numel())
         for storage, host in self._held:

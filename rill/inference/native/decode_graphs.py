@@ -6,8 +6,8 @@ A graph reads its inputs from fixed places on the device, filled by one copy bef
     ◄──────────── one column of max_num_seqs words each ─────────────────────────────────────────────────►
 
 There is one for each of a few batch sizes, captured before the first request with a work list of attention that most
-batches fit in; for lists of two, four, … times as many entries, for adapters, for prompts that rows share and after a
-release on first use. Rows beyond the batch write to the null block and have no part in the list.
+batches fit in; for lists of two, four, … times as many entries, for adapters and for prompts that rows share on first
+use. Rows beyond the batch write to the null block and have no part in the list.
 
 Sampling stays outside: it is two launches, and its variants would multiply the graphs.
 """

@@ -91,6 +91,8 @@ class Scheduler:
         self.blocks = blocks
         self.max_batched_tokens = max_batched_tokens
         self.waiting: list[Sequence] = []
+        self.scoring: list[Sequence] = []
+        """Texts that wait to be scored: a queue of their own, so that they do not wait for whole rollouts."""
         self.running: list[Sequence] = []
         self.paused: PauseMode | None = None
         """FINISH lets started sequences end and starts no others, INTERRUPT nothing but scoring; whoever sets that
@@ -111,10 +113,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running) or any(self._may_start(seq) for seq in self.waiting)
+        return bool(self.running or self.scoring) or any(map(self._may_start, self.waiting))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.scoring)
 
     def add(self, seq: Sequence) -> None:
-        bisect.insort(self.waiting, seq, key=lambda s: s.order)
+        bisect.insort(self._queue(seq), seq, key=lambda s: s.order)
 
     def schedule(self) -> Work:
         """The next turn's work; nothing when nothing can run."""
@@ -199,7 +205,7 @@ class Scheduler:
         if seq.slot != NO_SLOT:
             self._leave(seq)
         elif not seq.is_finished:
-            self.waiting.remove(seq)
+            self._queue(seq).remove(seq)
         seq.is_finished = True
 
     def preempt(self, seq: Sequence) -> None:
@@ -251,11 +257,11 @@ class Scheduler:
         """Whether somebody may start now. A step with a prompt is no captured one: it takes those that generate as much
         time for one prompt as for many."""
         num_free, num_running = len(self._free_slots), len(self.running)
-        num_ready = min(len(self.waiting), num_free)
+        num_ready = min(self.num_waiting, num_free)
         if num_ready == 0:
             self._num_steps_gathered = 0
             return False
-        if self._is_filling or num_ready >= min(self._num_gathered, num_running / 2):
+        if self._is_filling or self.scoring or num_ready >= min(self._num_gathered, num_running / 2):
             return True
         if len(self.waiting) > num_free:
             return False  # slots will come
@@ -263,19 +269,26 @@ class Scheduler:
         return self._num_steps_gathered > _MAX_GATHERED_STEPS
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        for seq in list(self.waiting):
+        """Texts to be scored first, with half of the budget where prompts wait too."""
+        prompts = list(filter(self._may_start, self.waiting))
+        rest = budget // 2 if prompts else 0
+        rest += self._start(self.scoring, chunks, budget - rest)
+        self._start(prompts, chunks, rest)
+
+    def _start(self, queue: list[Sequence], chunks: list[Chunk], budget: int) -> int:
+        """How much of the budget is left."""
+        for seq in list(queue):
             if budget <= 0 or not self._free_slots:
-                return
-            if not self._may_start(seq):
-                continue
+                break
             matched = self.blocks.match(seq, self._root_key(seq))
             if self.blocks.is_awaited(seq, len(matched)):
                 continue
             chunk = self._try_start(seq, matched, budget)
             if chunk is None:
-                return  # no room: those behind must not overtake
+                break  # no room: those behind must not overtake
             chunks.append(chunk)
             budget -= chunk.length
+        return budget
 
     def _try_start(self, seq: Sequence, matched: list[int], budget: int) -> Chunk | None:
         size = self.blocks.block_size
@@ -291,7 +304,7 @@ class Scheduler:
                 self.blocks.free(seq)
                 return None
             length = min(length, room)
-        self.waiting.remove(seq)
+        self._queue(seq).remove(seq)
         self.running.append(seq)
         self.num_special += seq.is_special
         seq.slot = self._free_slots.pop()
@@ -302,9 +315,11 @@ class Scheduler:
         self.blocks.announce(seq)
         return self._take(seq, length)
 
+    def _queue(self, seq: Sequence) -> list[Sequence]:
+        return self.scoring if seq.is_scored else self.waiting
+
     def _may_start(self, seq: Sequence) -> bool:
-        has_begun = seq.num_preempted > 0
-        return seq.is_scored or self.paused is None or (self.paused is PauseMode.FINISH and has_begun)
+        return self.paused is None or (self.paused is PauseMode.FINISH and seq.num_preempted > 0)
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
