@@ -32,7 +32,6 @@ def ids(placement: object, devices: tuple[Device, ...] = FOUR) -> list[list[int]
         ("0-3:0-1", [[0, 1], [2, 3]]),
         ("0-1:0-3", [[0], [0], [1], [1]]),
         ("0,2:0-1", [[0], [2]]),
-        ("0-1:0,2-3:1-2", [[0, 1], [2], [3]]),
         ("all:0", [[0, 1, 2, 3]]),
         ([[0, 1], 3], [[0, 1], [3]]),
         ("cpu:0-1", [[0], [1]]),
@@ -49,7 +48,7 @@ def test_kinds_and_labels_select_devices_counted_among_themselves() -> None:
     )
     assert ids("arm:0-1", devices) == [[1], [2]]
     assert ids("lab-a:all", devices) == [[1]]
-    assert ids("cuda:0:0,arm:all:1", devices) == [[0], [1, 2]]
+    assert ids("arm:all:0", devices) == [[1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,8 @@ def test_kinds_and_labels_select_devices_counted_among_themselves() -> None:
         ("0-3:0-2", "do not divide"),
         ("0-1:0-2", "evenly"),
         ("0:1", "count from 0"),
-        ("0:0,1:0", "twice"),
+        ("0-1:0,0", "count from 0"),
+        ("0-1:0,2-3:1", "cannot be read"),
         ("cpu:9", "there are 4 devices"),
         ([], "names no device"),
     ],

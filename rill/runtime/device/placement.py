@@ -5,9 +5,9 @@
     "0,2"            one process on device 0 and one on device 2
     "0-3:0-7"        devices 0 to 3 shared by processes 0 to 7, two to a device
     "0-3:0-1"        devices 0 to 3 split over processes 0 and 1, two devices each
-    "0-1:0,2-3:1-2"  process 0 holds devices 0 and 1; process 1 holds 2, process 2 holds 3
     "arm:0-1"        the first two devices of kind (or label) "arm"
     "arm:all:0-3"    all of them, shared by four processes
+    [[0, 1], 2, 3]   process 0 holds devices 0 and 1; process 1 holds 2, process 2 holds 3
 
 Pure functions over a list of devices; `Cluster` and the planner call them.
 """
@@ -38,8 +38,8 @@ class Seat:
         return self.devices[0].node_id
 
 
-_ENTRY = re.compile(
-    r"^(?:(?!all:)(?P<name>[A-Za-z_][\w.\-]*):)?(?P<devices>all|[\d\-,]+)(?::(?P<ranks>[\d\-,]+))?$"
+_TEXT = re.compile(
+    r"(?:(?!all:)(?P<name>[A-Za-z_][\w.\-]*):)?(?P<devices>all|[\d\-,]+)(?::(?P<ranks>[\d\-,]+))?"
 )
 
 
@@ -84,70 +84,45 @@ def seats_on_free_devices(
 
 
 def _parse(text: str, devices: Sequence[Device]) -> list[list[Device]]:
-    entries = []
-    for part in _split_entries(text):
-        match = _ENTRY.match(part)
-        if match is None:
-            raise PlanError(f"placement {part!r} cannot be read: write '0-3', 'all', '0-3:0-7' or 'arm:0'")
-        entries.append(match)
-    if not any(entry["ranks"] for entry in entries):
-        return [[device] for entry in entries for device in _devices_of(entry, devices, text)]
-    held: dict[int, list[Device]] = {}
-    for entry in entries:
-        if entry["ranks"] is None:
-            raise PlanError(
-                f"placement {text!r}: give processes to all parts, as in '0-1:0,2-3:1', or to none"
-            )
-        ranks = _numbers(entry["ranks"], entry.string)
-        shares = _share_out(_devices_of(entry, devices, text), len(ranks), text)
-        for rank, chosen in zip(ranks, shares, strict=True):
-            if rank in held:
-                raise PlanError(f"placement {text!r} places process {rank} twice")
-            held[rank] = chosen
-    if sorted(held) != list(range(len(held))):
-        raise PlanError(f"placement {text!r} places processes {sorted(held)}: they count from 0 without gaps")
-    return [held[rank] for rank in range(len(held))]
+    match = _TEXT.fullmatch(text.replace(" ", ""))
+    if match is None:
+        raise PlanError(
+            f"placement {text!r} cannot be read: write '0-3', 'all', '0-3:0-7' or 'arm:0', or list the devices of each "
+            "process"
+        )
+    chosen = _devices_of(match, devices, text)
+    if match["ranks"] is None:
+        return [[device] for device in chosen]
+    ranks = _numbers(match["ranks"], text)
+    if ranks != list(range(len(ranks))):
+        raise PlanError(f"placement {text!r} places processes {ranks}: they count from 0 without gaps")
+    return _share_out(chosen, len(ranks), text)
 
 
-def _split_entries(text: str) -> list[str]:
-    """Split at commas, but keep the lists inside an entry ("0,2:0-1" is one entry) together."""
-    compact = text.replace(" ", "")
-    if _ENTRY.match(compact) and compact.count(":") <= 1:
-        return [compact]
-    entries: list[str] = []
-    for part in compact.split(","):
-        pending_list = entries and ":" not in entries[-1] and not part[:1].isalpha()
-        if pending_list:
-            entries[-1] += "," + part
-        else:
-            entries.append(part)
-    return entries
-
-
-def _devices_of(entry: re.Match[str], devices: Sequence[Device], text: str) -> list[Device]:
-    name, wanted = entry["name"], entry["devices"]
+def _devices_of(match: re.Match[str], devices: Sequence[Device], text: str) -> list[Device]:
+    name, wanted = match["name"], match["devices"]
     if name is None:
-        return list(devices) if wanted == "all" else _pick(_numbers(wanted, entry.string), devices, text)
+        return list(devices) if wanted == "all" else _pick(_numbers(wanted, text), devices, text)
     named = [device for device in devices if device.kind == name or name in device.labels]
     if not named:
         raise PlanError(f"placement {text!r}: no device has the kind or label {name!r}; {_existing(devices)}")
     if wanted == "all":
         return named
-    picks = _numbers(wanted, entry.string)
+    picks = _numbers(wanted, text)
     if max(picks) >= len(named):
         raise PlanError(f"placement {text!r}: there are {len(named)} devices {name!r}, counted from 0")
     return [named[pick] for pick in picks]
 
 
-def _numbers(text: str, entry: str) -> list[int]:
+def _numbers(listed: str, text: str) -> list[int]:
     numbers: list[int] = []
-    for part in text.split(","):
+    for part in listed.split(","):
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise PlanError(f"placement {entry!r}: {part!r} is neither a number nor a range such as '0-3'")
+            raise PlanError(f"placement {text!r}: {part!r} is neither a number nor a range such as '0-3'")
         low, high = int(first), int(last) if dash else int(first)
         if high < low:
-            raise PlanError(f"placement {entry!r}: the range {part!r} runs backwards")
+            raise PlanError(f"placement {text!r}: the range {part!r} runs backwards")
         numbers.extend(range(low, high + 1))
     return numbers
 
