@@ -25,8 +25,7 @@ from rill.runtime.process.session import SHM_ROOT, is_shm_usable
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer import store as store_module
 from rill.runtime.transfer.segments import LARGEST_SLAB_SLOT, Ref, slot_size, unlink
-from rill.runtime.transfer.store import Store
-from rill.runtime.transfer.store_server import serve_store
+from rill.runtime.transfer.store import Store, serve_store
 from rill.runtime.transfer.wire import Encoded, encode
 from tests.runtime.hub_fakes import HubProcess, hub_process
 

@@ -62,14 +62,10 @@ class Accelerator:
 
 
 def accelerator(name: str) -> Accelerator:
-    made = ACCELERATORS.load(name)()
+    """Of a kind of device, whether somebody has described it or not."""
+    made = ACCELERATORS.load(name)() if name in ACCELERATORS else Accelerator()
     assert isinstance(made, Accelerator), f"{name} is registered as {ACCELERATORS[name]}, no Accelerator"
     return made
-
-
-def held_bytes(kind: str, device: str) -> tuple[int, int]:
-    """As Accelerator.held_bytes, for a device of any kind."""
-    return accelerator(kind).held_bytes(device) if kind in ACCELERATORS else (0, 0)
 
 
 def accelerator_of(tensor: Any) -> tuple[str, Accelerator] | None:

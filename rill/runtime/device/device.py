@@ -97,7 +97,7 @@ def _devices_of_kind(part: str) -> list[Device]:
     kind, _, count = part.partition(":")
     if not kind or not (count.isdigit() or count == "auto"):
         raise PlanError(f"devices={part!r} is not 'auto', a number or 'kind:number', e.g. 'cpu:4'")
-    there = accelerator(kind).devices() if kind in ACCELERATORS else None
+    there = accelerator(kind).devices()
     if count == "auto":
         if there is None:
             raise PlanError(
@@ -143,7 +143,7 @@ def gpus_of(devices: Sequence[Device]) -> tuple[int, ...]:
 def torch_device(devices: Sequence[Device]) -> str:
     """The torch name of a rank's first device, as its process sees it; "cpu" if torch knows none."""
     for device in devices:
-        kind = accelerator(device.kind) if device.kind in ACCELERATORS else None
-        if kind is not None and kind.torch_name and device.kind != CPU:
+        kind = accelerator(device.kind)
+        if kind.torch_name and device.kind != CPU:
             return f"{kind.torch_name}:{0 if kind.visible_env else device.index}"
     return CPU

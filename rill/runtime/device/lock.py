@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from rill.errors import RunError
 from rill.runtime.context import RuntimeContext, current
-from rill.runtime.device.accelerator import held_bytes
+from rill.runtime.device.accelerator import accelerator
 from rill.runtime.hub.messages import Acquire, Evict, Evicted
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
@@ -204,7 +204,7 @@ class DeviceLock:
 
     def _end_spans(self) -> None:
         seconds = time.monotonic() - self._entered_s
-        memory = held_bytes(self._worker.devices[0].kind, self._worker.device)
+        memory = accelerator(self._worker.devices[0].kind).held_bytes(self._worker.device)
         self._context.recorder.had_turn(self._device_ids, seconds, *memory)
         self._spans.close()
 

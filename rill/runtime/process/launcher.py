@@ -46,7 +46,7 @@ class Launcher:
         """A process per node serves its payloads to the others, so that no worker's death loses them."""
         return Start(
             key=f"{STORE_GROUP}{client.node.node_id}",
-            entry="rill.runtime.transfer.store_server:main",
+            entry="rill.runtime.transfer.store:main",
             payload=pickle.dumps(self._site_of(client)),
             log_path=self._log_path(client, "store.log"),
             restart=True,

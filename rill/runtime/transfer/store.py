@@ -13,6 +13,9 @@ other nodes come over TCP (tcp.py).
 from __future__ import annotations
 
 import errno
+import os
+import pickle
+import signal
 import threading
 import time
 import weakref
@@ -25,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rill.errors import PeerDiedError, RunError, StuckError
-from rill.runtime.address import STORE_GROUP
+from rill.runtime.address import STORE_GROUP, Site
+from rill.runtime.hub.client import HubClient
 from rill.runtime.transfer.memory_copy import copy_bytes
 from rill.runtime.transfer.segments import (
     FULL_WAIT_S,
@@ -37,8 +41,9 @@ from rill.runtime.transfer.segments import (
     capacity_bytes,
     owner_of,
     slot_size,
+    unlink,
 )
-from rill.runtime.transfer.tcp import ByteClient
+from rill.runtime.transfer.tcp import ByteClient, ByteServer
 from rill.runtime.transfer.wire import Encoded, decode
 
 if TYPE_CHECKING:
@@ -274,3 +279,38 @@ def _cut(root: Any, ref: Ref) -> tuple[bytes, list[memoryview]]:
         buffers.append(memoryview(root[start : start + num_bytes]))
         start += aligned(num_bytes)
     return header, buffers
+
+
+# --- the process that serves a node's payloads to the others -----------------------------------------------
+
+
+def main(start: bytes) -> None:
+    """Entry of a node's store server, where a run has several nodes. It holds no payload of its own: it maps what the
+    node's workers wrote, so a worker's death loses nothing."""
+    site = pickle.loads(start)
+    assert isinstance(site, Site)
+    serve_store(site, os.getpid())
+    while True:
+        signal.pause()  # until the agent ends the session
+
+
+def serve_store(site: Site, launch: int) -> tuple[ByteServer, HubClient]:
+    """Serve the payloads of the site's node to the other nodes from now on. It may be killed at any moment: the agent
+    starts it again, under a new identity, and readers ask the hub for its new address. Of a payload only the header,
+    which is unpickled, is signed (tcp.py)."""
+    assert site.key is not None, "a store server in a session that has one node"
+    identity = f"{STORE_GROUP}{site.node_id}[0]#{launch}"
+    # A store of its own, which outlives the owners of what it maps: their payloads may still be asked for.
+    store = Store(site.shm_dir, site.node_id, identity)
+
+    def carry_out(order: tuple[str, list[str]]) -> None:
+        unlink(site.shm_dir, *order)
+        store.drop_unlinked()
+
+    def read(name: str, offset: int, num_bytes: int) -> tuple[Any, int]:
+        return store.view(name, offset, num_bytes), offset + num_bytes
+
+    server = ByteServer(site.host, site.key, read)
+    hub = HubClient(site.hub_endpoint, identity, site.key, server.endpoint)
+    hub.on("store_unlink", carry_out)
+    return server, hub.start()

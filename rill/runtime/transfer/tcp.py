@@ -5,7 +5,7 @@
 
 Only requests with the key's MAC are answered, and an answer's MAC covers the request, the status, the size and the
 signed part of the chunk: what is unpickled or trusted is signed; nothing is encrypted. Serves payloads
-(store_server.py) and weights (rill.weights.tcp). Reading is repeatable: a client that hears nothing asks where the
+(store.py) and weights (rill.weights.tcp). Reading is repeatable: a client that hears nothing asks where the
 server is now, connects anew and goes on where it was, until its deadline.
 """
 
