@@ -86,12 +86,8 @@ class RuntimeContext:
         concurrent: bool = False,
     ) -> Handle:
         handle = Handle(f"{group}.{method}", targets, self.late)
-        self.calls.call(
-            handle,
-            method,
-            self.parcels.pack(arguments, (target.identity for target in targets)),
-            concurrent=concurrent,
-        )
+        payload = self.parcels.pack(arguments, (target.identity for target in targets))
+        self.calls.call(handle, method, payload, concurrent=concurrent)
         return handle
 
     def close(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,7 +131,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
         os.ftruncate(fd, num_bytes)
 
     monkeypatch.setattr(os, "posix_fallocate", reserve)
-    monkeypatch.setattr(store_module, "capacity_bytes", lambda _: capacity)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=capacity))
     return capacity
 
 

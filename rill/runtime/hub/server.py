@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from itertools import islice
 
 import msgspec
 import zmq
@@ -94,16 +95,11 @@ class Hub:
             stream = machine.streams.get(client)
             if stream is None:
                 continue
-            sent = self._sent.get(client, 0)
-            news = []
-            for entry in reversed(stream.outbox):
-                if entry[0] <= sent:
-                    break
-                news.append(entry)
-            if news:
-                self._sent[client] = news[0][0]
-                news.reverse()
-            self._send(client, Output(stream.expected, news))
+            # What the outbox holds is numbered without gaps, from the first that is not confirmed.
+            first = stream.next_out - len(stream.outbox)
+            num_sent = max(0, self._sent.get(client, 0) + 1 - first)
+            self._sent[client] = stream.next_out - 1
+            self._send(client, Output(stream.expected, list(islice(stream.outbox, num_sent, None))))
         machine.touched.clear()
 
     def _send(self, client: str, message: FromHub) -> None:

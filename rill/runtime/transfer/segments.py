@@ -90,12 +90,6 @@ class Segment:
         path.unlink(missing_ok=True)
 
 
-def capacity_bytes(folder: Path) -> int:
-    """What the file system of `folder` could hold if it were empty."""
-    status = os.statvfs(folder)
-    return status.f_blocks * status.f_frsize
-
-
 def _reserve(fd: int, path: Path, num_bytes: int) -> None:
     """Claim the memory now: a full /dev/shm is an error here, and would be a fatal signal at the first write later."""
     try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import signal
 import threading
 import time
@@ -38,7 +39,6 @@ from rill.runtime.transfer.segments import (
     Ref,
     Segment,
     aligned,
-    capacity_bytes,
     owner_of,
     slot_size,
     unlink,
@@ -217,7 +217,7 @@ class Store:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
-        capacity = capacity_bytes(self._shm_dir)
+        capacity = shutil.disk_usage(self._shm_dir).total
         if slot_bytes > capacity:
             raise RunError(
                 f"{self._owner}: a payload of {slot_bytes} bytes can never fit into shared memory, which has {capacity}"

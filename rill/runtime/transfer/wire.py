@@ -98,14 +98,11 @@ def _dump(obj: object, device_hook: DeviceHook | None) -> tuple[bytes, list[Buff
 
 
 def _reduce_tensor(torch: Any, tensor: Any, device_hook: DeviceHook | None) -> Any:
-    is_parameter = type(tensor) is torch.nn.Parameter
-    if type(tensor) is not torch.Tensor and not is_parameter:
-        return NotImplemented  # DTensor and other subclasses know best how they are rebuilt
+    if type(tensor) is not torch.Tensor:
+        return NotImplemented  # Parameter, DTensor and other subclasses know best how they are rebuilt
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         return NotImplemented
     values = tensor.detach()
-    if is_parameter:
-        return _rebuild_parameter, (values, tensor.requires_grad)
     exported = device_hook(values) if device_hook is not None else None
     if exported is not None:
         return exported
@@ -132,12 +129,6 @@ def _rebuild_tensor(raw: Any, dtype_name: str, shape: tuple[int, ...], was_on_cp
         tensor = torch.frombuffer(own, dtype=torch.uint8).view(dtype).view(shape)
     device = decoding_device.get()
     return tensor if was_on_cpu or device is None else tensor.to(device)
-
-
-def _rebuild_parameter(values: Any, requires_grad: bool) -> Any:
-    import torch
-
-    return torch.nn.Parameter(values, requires_grad=requires_grad)
 
 
 _PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, RecursionError, RuntimeError, ValueError)
