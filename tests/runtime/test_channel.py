@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -97,7 +98,7 @@ def test_an_item_that_can_never_fit_is_refused_where_it_is_put(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", refuse)
-        patched.setattr("rill.runtime.transfer.store.capacity_bytes", lambda _: 1024 * 1024)
+        patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1024 * 1024))
         with pytest.raises(RunError, match="can never fit into shared memory, which has 1048576"):
             channel.put(np.zeros(77 * 1024 * 1024, np.uint8))
     channel.put("next")

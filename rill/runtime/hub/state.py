@@ -31,7 +31,7 @@ from rill.runtime.hub.messages import OutKind, ServiceError
 class Stream:
     expected: int = 1
     next_out: int = 1
-    outbox: deque[tuple[int, int, Any, Any]] = field(default_factory=deque)
+    outbox: deque[tuple[int, OutKind, Any, Any]] = field(default_factory=deque)
     """(out number, OutKind, seq or topic, body), unconfirmed ones only."""
 
     def confirm(self, out: int) -> None:
