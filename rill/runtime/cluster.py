@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -81,9 +82,18 @@ class Cluster:
             for client in self._backend.open(self.session, events):
                 self._admit(client)
             first = self.nodes[0]
-            self.context = self._make_context(first, report_dir)
-            undo.callback(self.context.close)
             is_spread = self._backend.is_spread
+            site = Site(
+                session_dir=self.session.session_dir,
+                shm_dir=self.session.shm_dir,
+                node_id=first.node_id,
+                hub_endpoint=f"ipc://{self.session.session_dir}/hub.sock",
+                host=first.host,
+                key=SessionKey.new() if is_spread else None,
+                report_dir=report_dir,
+            )
+            self.context = RuntimeContext(site, WorkerAddress(DRIVER_GROUP, 0, first.node_id))
+            undo.callback(self.context.close)
             self._launcher = Launcher(
                 context=self.context,
                 hub_tcp=f"tcp://{first.host}:{free_port(first.host)}" if is_spread else "",
@@ -188,28 +198,16 @@ class Cluster:
 
     # --- nodes --------------------------------------------------------------------------------------------
 
-    def _make_context(self, node: Node, report_dir: Path | None) -> RuntimeContext:
-        session = self.session
-        site = Site(
-            session_dir=session.session_dir,
-            shm_dir=session.shm_dir,
-            node_id=node.node_id,
-            hub_endpoint=f"ipc://{session.session_dir}/hub.sock",
-            host=node.host,
-            key=SessionKey.new() if self._backend.is_spread else None,
-            report_dir=report_dir,
-        )
-        return RuntimeContext(site, WorkerAddress(DRIVER_GROUP, 0, node.node_id))
-
     def _close_nodes(self) -> None:
         for client in self._nodes.values():
             client.close()
 
     def _admit(self, client: NodeClient) -> None:
-        numbered = number(client.devices, self._next_device_id)
-        self._next_device_id += len(numbered)
-        self._nodes[client.node.node_id] = client
-        self.devices = (*self.devices, *numbered)
+        where, labels = client.node.node_id, client.node.labels
+        devices = [replace(d, node_id=where, labels=d.labels | labels) for d in client.devices]
+        self.devices = (*self.devices, *number(devices, self._next_device_id))
+        self._next_device_id += len(devices)
+        self._nodes[where] = client
 
     def _dismiss(self, node_id: str) -> None:
         self.devices = tuple(device for device in self.devices if device.node_id != node_id)
@@ -218,9 +216,9 @@ class Cluster:
     def _start_services(self, client: NodeClient) -> None:
         """The hub on the driver's node, and where there may be several nodes a store server on each."""
         if client.node.node_id == self.context.site.node_id:
-            client.start(self._launcher.hub())
+            client.request(self._launcher.hub())
         if self._backend.is_spread:
-            client.start(self._launcher.store_server(client))
+            client.request(self._launcher.store_server(client))
 
     def _on_event(self, event: Exited) -> None:
         how = event.how

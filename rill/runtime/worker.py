@@ -148,9 +148,12 @@ class Worker:
     @property
     def device_lock(self) -> Any:
         """This worker's turn on its devices: `with self.device_lock:` or `with self.device_lock(inputs, outputs):`."""
-        from rill.runtime.device.lock import device_lock_of
+        from rill.runtime.device.lock import DeviceLock
 
-        return device_lock_of(self)
+        context = current()
+        with context.lock:
+            context.device_lock = context.device_lock or DeviceLock(self, context)
+            return context.device_lock
 
     def send(
         self, obj: Any, group: str, rank: int, *, tag: str = "", timeout_s: float = LAUNCH_WAIT_S

@@ -158,7 +158,7 @@ def test_whatever_fails_while_a_cluster_opens_nothing_is_left(monkeypatch: pytes
     def refuse(*_: object) -> None:
         raise OSError("no such file")
 
-    for place in ("Launcher.hub", "Cluster._make_context"):
+    for place in ("Launcher.hub", "RuntimeContext"):
         with nothing_left() as room, monkeypatch.context() as patched:
             patched.setattr(f"rill.runtime.cluster.{place}", refuse)
             with pytest.raises(OSError, match="no such file"):

@@ -114,7 +114,7 @@ def test_a_rank_killed_while_it_starts_can_be_launched_again(cluster: Cluster) -
 def test_a_call_fails_only_on_the_rank_that_never_started(cluster: Cluster) -> None:
     group = Slow.launch_async(cluster, name="half", placement="0-1", start_s=0.5)
     first, second = (member for member in cluster._supervisor._groups["half"].members.values())
-    cluster._node("node0").kill(second.identity)
+    cluster._node("node0").request(second.identity)
     outcomes = group.plus(1).outcomes(20)
     assert outcomes[0].value == 1 and isinstance(outcomes[1].error, PeerDiedError)
     assert first.is_running and group.lost() == [1]
@@ -285,7 +285,7 @@ def test_a_node_that_refuses_leaves_nothing_of_the_group(monkeypatch: pytest.Mon
             raise RunError("node1 does not answer")
 
         with monkeypatch.context() as patched:
-            patched.setattr(far, "start", refuse)
+            patched.setattr(far, "request", refuse)
             with pytest.raises(RunError, match="node1 does not answer"):
                 Echo.launch(cluster, name="g", threads=1)
         assert becomes_true(lambda: not cluster._supervisor._by_key)

@@ -117,11 +117,6 @@ def _devices_of_kind(part: str) -> list[Device]:
     return [Device(kind=kind, index=index) for index in chosen]
 
 
-def on_node(devices: Sequence[Device], node: Node) -> list[Device]:
-    """The devices as those of a node, with its labels."""
-    return [replace(device, node_id=node.node_id, labels=device.labels | node.labels) for device in devices]
-
-
 def number(devices: Sequence[Device], first: int = 0) -> tuple[Device, ...]:
     return tuple(replace(device, id=first + n) for n, device in enumerate(devices))
 

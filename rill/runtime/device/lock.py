@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from rill.errors import RunError
-from rill.runtime.context import RuntimeContext, current
+from rill.runtime.context import RuntimeContext
 from rill.runtime.device.accelerator import accelerator
 from rill.runtime.hub.messages import Acquire, Evict, Evicted
 from rill.runtime.process.report import stuck
@@ -37,14 +37,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 3600.0
 """As a call's: the wait for a turn lasts as long as the work of the groups before."""
-
-
-def device_lock_of(worker: Worker) -> DeviceLock:
-    context = current()
-    with context.lock:
-        if context.device_lock is None:
-            context.device_lock = DeviceLock(worker, context)
-        return context.device_lock
 
 
 def groups_in_line(context: RuntimeContext) -> set[str]:

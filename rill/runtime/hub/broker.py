@@ -130,7 +130,7 @@ class Broker:
                 self._forget(channel, entry)
 
     def _forget(self, channel: ChannelState, entry: Entry) -> None:
-        del channel.items[entry.id]
+        del channel.items[entry.item.id]
         self.ledger.free(entry.item.ref)
 
     # --- taking -------------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ class ItemState(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    id: int
     epoch: int
     producer: str
     item: Item
@@ -106,7 +105,7 @@ class ChannelState:
     def new_entry(self, producer: str, item: Item) -> Entry:
         epoch = max(self.producer_epoch.get(producer, 0), self.epoch)
         item.id, item.key = self.next_id, as_key(item.key)
-        entry = Entry(item.id, epoch, producer, item)
+        entry = Entry(epoch, producer, item)
         self.next_id += 1
         self.unfinished[epoch] = self.unfinished.get(epoch, 0) + 1
         self.put_in_epoch.setdefault(epoch, set()).add(producer)
@@ -123,13 +122,13 @@ class ChannelState:
         return options.capacity_bytes is None or num_bytes <= options.capacity_bytes
 
     def admit(self, entry: Entry) -> None:
-        self.items[entry.id] = entry
+        self.items[entry.item.id] = entry
         self._enqueue(entry)
         self.producers[entry.producer].count(entry.item.num_bytes, entry.item.weight)
 
     def drop(self, entry: Entry) -> None:
         """It never got in, or is not wanted any more: its epoch does not wait for it."""
-        self.items.pop(entry.id, None)
+        self.items.pop(entry.item.id, None)
         self._count_down(entry.epoch)
 
     def _enqueue(self, entry: Entry, *, at_front: bool = False) -> None:
@@ -140,9 +139,9 @@ class ChannelState:
         if entry.item.key is not None:
             lines.append(self.by_key.setdefault(entry.item.key, OrderedDict()))
         for line in lines:
-            line[entry.id] = entry
+            line[entry.item.id] = entry
             if at_front:
-                line.move_to_end(entry.id, last=False)
+                line.move_to_end(entry.item.id, last=False)
         self.num_queued += 1
         self.queued_bytes += entry.item.num_bytes
 
@@ -152,10 +151,10 @@ class ChannelState:
         entry.holder = client
         self.num_queued -= 1
         self.queued_bytes -= entry.item.num_bytes
-        del self.queues[entry.epoch][entry.id]
+        del self.queues[entry.epoch][entry.item.id]
         if entry.item.key is not None:
             of_key = self.by_key[entry.item.key]
-            del of_key[entry.id]
+            del of_key[entry.item.id]
             if not of_key:
                 del self.by_key[entry.item.key]
 
@@ -178,7 +177,7 @@ class ChannelState:
         return None if None in found else found  # type: ignore[return-value]
 
     def requeue(self, entries: list[Entry]) -> None:
-        for entry in sorted(entries, key=lambda e: e.id, reverse=True):
+        for entry in sorted(entries, key=lambda e: e.item.id, reverse=True):
             self._enqueue(entry, at_front=True)
 
     def finish(self, entries: list[Entry], consumer: str) -> None:
@@ -196,7 +195,7 @@ class ChannelState:
             return False
         self.num_set_aside += 1
         if len(self.set_aside) < MAX_NAMED:
-            row = {"id": entry.id, "key": entry.item.key, "producer": entry.producer, "error": error}
+            row = {"id": entry.item.id, "key": entry.item.key, "producer": entry.producer, "error": error}
             self.set_aside.append(row)
         return True
 

@@ -23,7 +23,6 @@ from rill.runtime.device.device import (
     NodeDevices,
     devices_of_nodes,
     local_devices,
-    on_node,
 )
 from rill.runtime.process.agent import AgentSpec, Exited, Start, bootstrap
 from rill.runtime.process.session import Session, open_session
@@ -46,15 +45,13 @@ class NodeClient(Protocol):
 
     node: Node
     devices: Sequence[Device]
+    """As the node has found them: the cluster numbers them."""
     session_dir: str
     """The session's folders on that node."""
     shm_dir: str
 
-    def start(self, request: Start) -> None:
-        """Start a process; its Exited event follows."""
-
-    def kill(self, key: str) -> None:
-        """End a process and its group."""
+    def request(self, what: Start | str) -> None:
+        """Start a process, whose Exited event follows; or, by its key, kill one and its group."""
 
     def close(self) -> None:
         """End every process of the session on this node. Safe to call twice."""
@@ -98,7 +95,7 @@ class LocalNode:
         self, node: Node, session: Session, events: NodeEvents, devices: Sequence[Device] = ()
     ) -> None:
         self.node = node
-        self.devices: Sequence[Device] = on_node(devices, node)
+        self.devices = devices
         self.session_dir = str(session.session_dir)
         self.shm_dir = str(session.shm_dir)
         self._events = events
@@ -114,16 +111,10 @@ class LocalNode:
     def agent_pid(self) -> int:
         return self._process.pid
 
-    def start(self, request: Start) -> None:
-        self._send(request)
-
-    def kill(self, key: str) -> None:
-        self._send(key)
-
     def close(self) -> None:
         self._closing = True
         with contextlib.suppress(RunError):
-            self._send(None)
+            self.request(None)
         try:
             self._process.wait(CLOSE_WAIT_S)
         except subprocess.TimeoutExpired:
@@ -132,10 +123,11 @@ class LocalNode:
         self._reader.join(CLOSE_WAIT_S)
         self._control.close()
 
-    def _send(self, request: Start | str | None) -> None:
+    def request(self, what: Start | str | None) -> None:
+        """None: end the session here."""
         with self._lock:
             try:
-                self._control.send(request)
+                self._control.send(what)
             except OSError as error:
                 raise RunError(f"the agent of {self.node.node_id} is gone ({error})") from error
 

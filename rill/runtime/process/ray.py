@@ -28,7 +28,6 @@ from rill.runtime.device.device import (
     devices_of_nodes,
     local_devices,
     num_own_cores,
-    on_node,
 )
 from rill.runtime.process.agent import Exited, Start
 from rill.runtime.process.backend import LocalNode, NodeClient, NodeEvents
@@ -168,29 +167,22 @@ class RayNode:
             described = self._ray.get(asked, timeout=START_WAIT_S)
         except self._ray.exceptions.RayError as error:
             raise RunError(f"no agent came up on {self.node.node_id} ({self.node.host}): {error}") from error
-        self.session_dir, self.shm_dir, devices, num_cores = described
+        self.session_dir, self.shm_dir, self.devices, num_cores = described
         self.node = replace(self.node, num_cores=num_cores)
-        self.devices = on_node(devices, self.node)
         threading.Thread(target=self._read_events, name="rill-node-events", daemon=True).start()
 
-    def start(self, request: Start) -> None:
-        self._do(self._actor.start.remote(request))
-
-    def kill(self, key: str) -> None:
-        self._do(self._actor.kill.remote(key))
+    def request(self, what: Start | str) -> None:
+        """Wait for it: the actor has several threads, and a kill must not overtake its start."""
+        try:
+            self._ray.get(self._actor.request.remote(what), timeout=START_WAIT_S)
+        except self._ray.exceptions.RayError as error:
+            raise RunError(f"{self.node.node_id} ({self.node.host}) does not answer: {error}") from error
 
     def close(self) -> None:
         self.is_over = True
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.get(self._actor.close.remote(), timeout=START_WAIT_S)
         self._ray.kill(self._actor)
-
-    def _do(self, request: Any) -> None:
-        """Wait for it: the actor has several threads, and a kill must not overtake its start."""
-        try:
-            self._ray.get(request, timeout=START_WAIT_S)
-        except self._ray.exceptions.RayError as error:
-            raise RunError(f"{self.node.node_id} ({self.node.host}) does not answer: {error}") from error
 
     def _read_events(self) -> None:
         """An answer comes every EVENT_POLL_S at the latest: it is the node's heartbeat."""

@@ -266,7 +266,7 @@ class Supervisor:
             member = self._by_key[address.identity] = Member(group, seat, address, ready)
         num_threads = options.threads or max(1, node.node.num_cores // num_sharing)
         try:
-            node.start(self._launcher.worker(node, member, ranks, num_threads))
+            node.request(self._launcher.worker(node, member, ranks, num_threads))
         except BaseException:
             member.is_running = False
             del self._by_key[member.identity]
@@ -293,7 +293,7 @@ class Supervisor:
                 member.is_leaving = True
         for member in running:
             with contextlib.suppress(RunError):  # a node that is gone has no process
-                self._find_node(member.seat.node_id).kill(member.identity)
+                self._find_node(member.seat.node_id).request(member.identity)
         if not self._wait_ended(running, KILL_WAIT_S):
             alive = ", ".join(member.identity for member in running if member.is_running)
             raise StuckError(f"{alive} did not end within {KILL_WAIT_S:g} s of its kill")

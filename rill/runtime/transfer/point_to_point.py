@@ -64,7 +64,7 @@ class PointToPoint:
         """How many objects this process sent by each route."""
         self._is_closed = False
         context.mailbox.on(SEND, self._on_send)
-        self._directory.on_death(lambda *_: self._on_death())
+        self._directory.on_death(lambda *_: self._wake())
 
     def send(
         self, obj: Any, group: str, rank: int, *, tag: str = "", timeout_s: float = DEFAULT_WAIT_S
@@ -149,9 +149,8 @@ class PointToPoint:
 
     def close(self) -> None:
         """End every wait; the process ends."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self._wake()
 
     def _end_of(self, peer: WorkerAddress | None) -> str:
         """Why nothing will come of a peer; empty: it may."""
@@ -176,6 +175,6 @@ class PointToPoint:
 
         self._deliver((name_of(call.identity), call.method), arrival)
 
-    def _on_death(self) -> None:
+    def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
