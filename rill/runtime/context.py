@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from rill.errors import RunError
 from rill.runtime.address import Site, WorkerAddress
-from rill.runtime.channels.recorder import Recorder
 from rill.runtime.handle import Handle
 from rill.runtime.hub.client import HubClient
+from rill.runtime.hub.history import Recorder
 from rill.runtime.process.call import Calls
 from rill.runtime.process.directory import Directory
 from rill.runtime.process.mailbox import Mailbox

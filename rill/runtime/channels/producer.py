@@ -26,8 +26,8 @@ from rill.runtime.process.waits import waiting
 from rill.runtime.transfer.wire import RAW_MIN_BYTES, encode
 
 if TYPE_CHECKING:
-    from rill.runtime.channels.recorder import Recorder
     from rill.runtime.context import RuntimeContext
+    from rill.runtime.hub.history import Recorder
 
 INLINE_BYTES = RAW_MIN_BYTES
 """Payloads up to this size ride in the descriptor: nothing of them has left the header."""
