@@ -69,17 +69,19 @@ class Segment:
 
     def __init__(self, path: Path, num_bytes: int, slot_bytes: int = 0, *, create: bool) -> None:
         self.name = path.name
-        self.num_bytes = num_bytes
         self.slot_bytes = slot_bytes
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
         fd = os.open(path, flags, 0o600)
         try:
-            if create:
-                _reserve(fd, path, num_bytes)
-            else:
-                self.num_bytes = os.fstat(fd).st_size
+            if create:  # all of it now: a full /dev/shm would be a fatal signal at the first write later
+                os.posix_fallocate(fd, 0, num_bytes)
+            self.num_bytes = os.fstat(fd).st_size
             # Populated at once: a page fault per 4 KiB costs more than the copy into it.
             self.map = mmap.mmap(fd, self.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError:
+            if create:
+                path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
 
@@ -88,15 +90,6 @@ class Segment:
         with contextlib.suppress(OSError):  # a file system that cannot do it
             self.map.madvise(mmap.MADV_REMOVE)
         path.unlink(missing_ok=True)
-
-
-def _reserve(fd: int, path: Path, num_bytes: int) -> None:
-    """Claim the memory now: a full /dev/shm is an error here, and would be a fatal signal at the first write later."""
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
 
 
 def owner_of(name: str) -> str:

@@ -79,10 +79,7 @@ def _dump(obj: object, device_hook: DeviceHook | None) -> tuple[bytes, list[Buff
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
         """The pickler's buffer_callback: true keeps the buffer inside the pickle."""
-        try:
-            view = buffer.raw()
-        except BufferError:  # neither C nor Fortran contiguous: the pickler makes a contiguous copy
-            return True
+        view = buffer.raw()
         if view.nbytes < RAW_MIN_BYTES:
             return True
         buffers.append(view)
@@ -131,7 +128,15 @@ def _rebuild_tensor(raw: Any, dtype_name: str, shape: tuple[int, ...], was_on_cp
     return tensor if was_on_cpu or device is None else tensor.to(device)
 
 
-_PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, RecursionError, RuntimeError, ValueError)
+_PICKLE_ERRORS = (
+    pickle.PicklingError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    RuntimeError,
+    ValueError,
+    BufferError,
+)
 
 
 def _explain(obj: object, error: Exception) -> str:
