@@ -24,6 +24,7 @@ from rill.runtime import context as runtime_context
 from rill.runtime.address import DRIVER_GROUP, Site, WorkerAddress
 from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, DeviceSpec, Node, NodeDevices, number
+from rill.runtime.device.placement import Placement
 from rill.runtime.group import Move, WorkerGroup
 from rill.runtime.hub.history import CallRecord
 from rill.runtime.process.agent import Exited, allow_many_files
@@ -33,7 +34,7 @@ from rill.runtime.process.mailbox import free_port
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.process.supervisor import Supervisor
-from rill.runtime.worker import LaunchSpec, Worker
+from rill.runtime.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -141,10 +142,10 @@ class Cluster:
         records: list[CallRecord] = self.context.hub.call("history.calls", since_s, answer=list[CallRecord])
         return records
 
-    def launch(self, cls: type[W], options: LaunchSpec) -> WorkerGroup[W]:
+    def launch(self, cls: type[W], name: str, placement: Placement, *options: Any) -> WorkerGroup[W]:
         """Start a group's processes; `Worker.launch` is the usual way here, and waits until they are ready."""
-        self._supervisor.launch(cls, options)
-        return WorkerGroup(cls, options.name, self._supervisor)
+        self._supervisor.launch(cls, name, placement, *options)
+        return WorkerGroup(cls, name, self._supervisor)
 
     # --- nodes that come and go ---------------------------------------------------------------------------
 

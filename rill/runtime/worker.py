@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from rill.errors import StuckError
@@ -38,17 +37,6 @@ def concurrent(method: Callable[P, R]) -> Callable[P, R]:
     """Let calls of this method run at once, in a thread of their own, whatever else the worker is doing."""
     method.__dict__[_CONCURRENT] = True
     return method
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchSpec:
-    """What `Worker.launch` was given."""
-
-    name: str
-    placement: Placement = "all"
-    env: Mapping[str, str] = field(default_factory=dict)
-    threads: int | None = None
-    init_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Worker:
@@ -81,14 +69,7 @@ class Worker:
         imported; `threads` bounds OpenMP and torch threads (default: the node's cores shared evenly).
         Returns when every rank is ready (None: at once); raises what the first failing `__init__` raised.
         """
-        spec = LaunchSpec(
-            name=name or cls.__name__,
-            placement=placement,
-            env=dict(env or {}),
-            threads=threads,
-            init_kwargs=init_kwargs,
-        )
-        group = cluster.launch(cls, spec)
+        group = cluster.launch(cls, name or cls.__name__, placement, init_kwargs, env or {}, threads)
         if launch_timeout_s is None:
             return group
         try:

@@ -182,11 +182,11 @@ class Broker:
         self._serve(channel)
 
     def _return(self, channel: ChannelState, entries: list[Entry]) -> None:
-        if not channel.is_closed:
-            channel.requeue(entries)
-            return
-        for entry in entries:
-            self._drop(channel, entry)
+        for entry in sorted(entries, key=lambda entry: entry.item.id, reverse=True):
+            if channel.is_closed:
+                self._drop(channel, entry)
+            else:
+                channel.enqueue(entry, at_front=True)
 
     def _drop(self, channel: ChannelState, entry: Entry) -> None:
         channel.drop(entry)

@@ -123,7 +123,7 @@ class ChannelState:
 
     def admit(self, entry: Entry) -> None:
         self.items[entry.item.id] = entry
-        self._enqueue(entry)
+        self.enqueue(entry)
         self.producers[entry.producer].count(entry.item.num_bytes, entry.item.weight)
 
     def drop(self, entry: Entry) -> None:
@@ -131,7 +131,7 @@ class ChannelState:
         self.items.pop(entry.item.id, None)
         self._count_down(entry.epoch)
 
-    def _enqueue(self, entry: Entry, *, at_front: bool = False) -> None:
+    def enqueue(self, entry: Entry, *, at_front: bool = False) -> None:
         entry.state = ItemState.QUEUED
         entry.holder = ""
         entry.is_released = False
@@ -175,10 +175,6 @@ class ChannelState:
         ways = {key: iter(self.by_key.get(key, {}).values()) for key in keys}
         found = [next(ways[key], None) for key in keys]
         return None if None in found else found  # type: ignore[return-value]
-
-    def requeue(self, entries: list[Entry]) -> None:
-        for entry in sorted(entries, key=lambda e: e.item.id, reverse=True):
-            self._enqueue(entry, at_front=True)
 
     def finish(self, entries: list[Entry], consumer: str) -> None:
         """The consumer is done with them: they will never be delivered again."""

@@ -12,8 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Pipe
-from typing import Protocol
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, Protocol
 
 from rill.errors import RunError
 from rill.runtime.device.device import (
@@ -57,20 +57,18 @@ class NodeClient(Protocol):
         """End every process of the session on this node. Safe to call twice."""
 
 
-class _AgentProcess:
-    """An agent as a child of this process, and this end of their pipe."""
-
-    def __init__(self, entry: str, *arguments: object) -> None:
-        self.control, theirs = Pipe()
-        given = ", ".join(map(repr, (theirs.fileno(), *arguments)))
-        command = bootstrap(f"rill.runtime.process.agent:{entry}", given, list(sys.path))
-        self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
+def _start_agent(entry: str, *arguments: object) -> tuple[Connection[Any, Any], subprocess.Popen[bytes]]:
+    """An agent as a child of this process: this end of their pipe, and the child."""
+    control, theirs = Pipe()
+    given = ", ".join(map(repr, (theirs.fileno(), *arguments)))
+    command = bootstrap(f"rill.runtime.process.agent:{entry}", given, list(sys.path))
+    fds, nothing = [theirs.fileno()], subprocess.DEVNULL
+    process = subprocess.Popen(command, pass_fds=fds, stdin=nothing, start_new_session=True)
+    theirs.close()
+    return control, process
 
 
-_ahead: list[_AgentProcess] = []
+_ahead: list[tuple[Connection[Any, Any], subprocess.Popen[bytes]]] = []
 """Agents whose cluster is still to come."""
 
 
@@ -78,16 +76,16 @@ _ahead: list[_AgentProcess] = []
 def agent_ahead(modules: Sequence[str]) -> Iterator[None]:
     """Start the agent of the next cluster here now: it imports what workers need while this process imports what it
     needs itself. It ends with the block where no cluster came."""
-    agent = _AgentProcess("main_ahead", tuple(modules))
+    agent = control, process = _start_agent("main_ahead", tuple(modules))
     _ahead.append(agent)
     try:
         yield
     finally:
         if agent in _ahead:
             _ahead.remove(agent)
-            agent.control.close()
-            agent.process.kill()
-            agent.process.wait()
+            control.close()
+            process.kill()
+            process.wait()
 
 
 class LocalNode:
@@ -101,8 +99,7 @@ class LocalNode:
         self._events = events
         self._lock = threading.Lock()
         self._closing = False
-        agent = _ahead.pop() if _ahead else _AgentProcess("main")
-        self._control, self._process = agent.control, agent.process
+        self._control, self._process = _ahead.pop() if _ahead else _start_agent("main")
         self._control.send(AgentSpec(self.session_dir, self.shm_dir, list(sys.path), events.preload))
         self._reader = threading.Thread(target=self._read_events, name="rill-node-events", daemon=True)
         self._reader.start()

@@ -70,7 +70,7 @@ class Launcher:
             key=address.identity,
             entry="rill.runtime.process.worker_main:main",
             payload=pickle.dumps(spec),
-            env={**visible_devices_env(devices), **thread_env(num_threads, member.group.options.env)},
+            env={**visible_devices_env(devices), **thread_env(num_threads, member.group.env)},
             log_path=self._log_path(client, f"{address.group}-{address.rank}-{address.incarnation}.log"),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rill.runtime.address import WorkerAddress
@@ -11,7 +12,7 @@ from rill.runtime.device.placement import Seat
 from rill.runtime.handle import Handle
 from rill.runtime.hub.messages import Roster
 from rill.runtime.process.mailbox import Frames
-from rill.runtime.worker import LaunchSpec, Worker
+from rill.runtime.worker import Worker
 
 _versions = itertools.count(1)
 
@@ -54,7 +55,10 @@ class Group:
     """What is needed to start a group's processes, now and again, and those that it has."""
 
     cls: type[Worker]
-    options: LaunchSpec
+    name: str
+    env: Mapping[str, str]
+    threads: int | None
+    """Of each process; None: its share of the node's cores."""
     init_payload: Frames
     members: dict[int, Member] = field(default_factory=dict)
     """By rank, in order."""
@@ -65,10 +69,6 @@ class Group:
     roster: Roster | None = None
     changing: threading.RLock = field(default_factory=threading.RLock)
     """Held by a relaunch, an addition, a removal and a move."""
-
-    @property
-    def name(self) -> str:
-        return self.options.name
 
     def changed(self) -> None:
         self.version = next(_versions)

@@ -13,7 +13,8 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from rill.errors import PlanError, RunError, StuckError, UserError
 from rill.runtime.address import DRIVER_GROUP, WorkerAddress
@@ -33,7 +34,7 @@ from rill.runtime.process.move import move_group
 from rill.runtime.process.waits import left_s
 from rill.runtime.process.worker_main import HELLO, INIT, MEMBERS, NO_HUB, STOP
 from rill.runtime.transfer.parcel import pack_inline
-from rill.runtime.worker import LaunchSpec, Worker
+from rill.runtime.worker import Worker
 
 KILL_WAIT_S = 10.0
 MAX_LAUNCH_BYTES = 2**32 - 2**20
@@ -69,24 +70,32 @@ class Supervisor:
 
     # --- what a group asks for ----------------------------------------------------------------------------
 
-    def launch(self, cls: type[Worker], options: LaunchSpec) -> None:
+    def launch(
+        self,
+        cls: type[Worker],
+        name: str,
+        placement: Placement,
+        init_kwargs: Mapping[str, Any],
+        env: Mapping[str, str],
+        threads: int | None,
+    ) -> None:
         """Start a group. Nothing is left of one that an agent refuses."""
         check_class(cls)
-        arguments = encode_arguments((cls,), options.init_kwargs)
+        arguments = encode_arguments((cls,), init_kwargs)
         if arguments.num_bytes > MAX_LAUNCH_BYTES:
             raise UserError(
-                f"{options.name} is launched with {arguments.num_bytes} bytes of arguments, {MAX_LAUNCH_BYTES} can be "
+                f"{name} is launched with {arguments.num_bytes} bytes of arguments, {MAX_LAUNCH_BYTES} can be "
                 "sent: give it what is large by a channel or a file"
             )
         payload = pack_inline(arguments)
         with self._lock:
-            self._check_name(options.name)
-            seats = resolve(options.placement, self._devices())
-            group = self._groups[options.name] = Group(cls, options, payload)
+            self._check_name(name)
+            seats = resolve(placement, self._devices())
+            group = self._groups[name] = Group(cls, name, env, threads, payload)
         try:
             self.begin(group, seats)
         except BaseException:
-            self.close_group(options.name, 0.0)
+            self.close_group(name, 0.0)
             raise
 
     def roster(self, name: str) -> Roster:
@@ -256,7 +265,7 @@ class Supervisor:
         return started
 
     def _start_one(self, group: Group, seat: Seat, ranks: tuple[int, ...], num_sharing: int) -> Member:
-        node, options = self._find_node(seat.node_id), group.options
+        node = self._find_node(seat.node_id)
         with self._lock:
             incarnation = self._launches[group.name, seat.rank]
             self._launches[group.name, seat.rank] += 1
@@ -264,7 +273,7 @@ class Supervisor:
             address = WorkerAddress(group.name, seat.rank, seat.node_id, incarnation=incarnation, gpus=gpus)
             ready = Handle(f"{group.name}.{INIT}", [address], self.context.late)
             member = self._by_key[address.identity] = Member(group, seat, address, ready)
-        num_threads = options.threads or max(1, node.node.num_cores // num_sharing)
+        num_threads = group.threads or max(1, node.node.num_cores // num_sharing)
         try:
             node.request(self._launcher.worker(node, member, ranks, num_threads))
         except BaseException:
