@@ -152,11 +152,10 @@ class Channel:
         """Objects until the epoch ends, for an event loop that works on several at a time: each is done when its own
         lease says so (`async with lease`, or `lease.done()`)."""
         consumer = self._consumer
+        take = Take(self.name, in_loop=True, epoch=self._epoch)
         try:
             while True:
-                lease, values = await consumer.take_async(
-                    Take(self.name, in_loop=True, epoch=self._epoch), self.timeout_s
-                )
+                lease, values = await consumer.take_async(take, self.timeout_s)
                 if lease is None:
                     return
                 (lease.value,) = values

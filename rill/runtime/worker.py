@@ -123,7 +123,7 @@ class Worker:
             try:
                 yield
             finally:
-                timers = _timers.get({})
+                timers = timers_of_call.get({})
                 timers[name] = timers.get(name, 0.0) + time.perf_counter() - started_s
 
     @property
@@ -155,14 +155,8 @@ class Worker:
         return rendezvous(current(), self.ranks, timeout_s=timeout_s)
 
 
-_timers: ContextVar[dict[str, float]] = ContextVar("rill-timers")
-
-
-def begin_call() -> dict[str, float]:
-    """Start collecting timers for the call that this thread is about to run."""
-    timers: dict[str, float] = {}
-    _timers.set(timers)
-    return timers
+timers_of_call: ContextVar[dict[str, float]] = ContextVar("rill-timers")
+"""Seconds by name, of the call that runs here."""
 
 
 def build(cls: type[Worker], spec: WorkerSpec, init_kwargs: Mapping[str, Any]) -> Worker:

@@ -332,7 +332,7 @@ class Ledger:
         """Tell the owner of the memory, or count down to the file's end when the owner is dead."""
         if ref is None:
             return
-        if self._machine.membership.is_alive(ref.owner):
+        if ref.owner in self._machine.membership.members:
             self._free.setdefault(ref.owner, []).append(ref.slot)
         elif ref.segment in self._orphans:
             self._orphans[ref.segment] -= 1

@@ -276,12 +276,10 @@ class LockService:
         """The holder's ranks all wait on a channel that the other group works on: it cannot go on without it."""
         if holder.state != TurnState.HELD or holder.lending or holder.asked or not holder.inside:
             return
-        waits = [
-            (client, name) for client, name, *_ in self._machine.broker.waits() if client in holder.inside
-        ]
-        if {client for client, _ in waits} != holder.inside:
+        waits = [wait for wait in self._machine.broker.waits() if wait[0] in holder.inside]
+        if {client for client, *_ in waits} != holder.inside:
             return
-        if not self._can_help(wanting, {name for _, name in waits}):
+        if not self._can_help(wanting, {channel for _, channel, *_ in waits}):
             return
         holder.lending = set(holder.inside)
         for client in sorted(holder.inside):

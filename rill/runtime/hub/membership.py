@@ -47,9 +47,6 @@ class Membership:
             return None
         return frozenset[int]().union(*self._groups[group].devices.values())
 
-    def is_alive(self, client: str) -> bool:
-        return client in self.members
-
     def on_sync(self, client: str, seq: int, payload: None) -> bool:
         return True
 

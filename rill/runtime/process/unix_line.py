@@ -92,9 +92,8 @@ class UnixSockets:
                 self.watch(one.fileno(), functools.partial(self._read, one, bytearray()))
         except BlockingIOError:
             return  # no more of them
-        except (
-            OSError
-        ) as error:  # closed; or no descriptor is left, and the one who waits is asked for again and again
+        except OSError as error:
+            # It is closed; or no descriptor is left, and the one who waits is asked for again and again.
             time.sleep(0.05 if error.errno in (errno.EMFILE, errno.ENFILE) else 0.0)
 
     def _read(self, one: socket, pending: bytearray) -> None:

@@ -31,7 +31,7 @@ from rill.runtime.process.call import CALL, Call
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.main_module import MainModule, install_main
 from rill.runtime.process.threads import limit_threads
-from rill.runtime.worker import Worker, begin_call, build
+from rill.runtime.worker import Worker, build, timers_of_call
 from rill.telemetry import trace
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ class WorkerProcess:
     def _run(self, call: Call) -> None:
         if call.is_concurrent:
             self._has_tried.wait()  # ended by `__init__`, whatever became of it, or with the process
-        timers = begin_call()
+        timers: dict[str, float] = {}
+        timers_of_call.set(timers)
         started_s = time.perf_counter()
         recorder = self.context.recorder
         recorder.begin(call.method)

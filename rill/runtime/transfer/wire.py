@@ -128,15 +128,7 @@ def _rebuild_tensor(raw: Any, dtype_name: str, shape: tuple[int, ...], was_on_cp
     return tensor if was_on_cpu or device is None else tensor.to(device)
 
 
-_PICKLE_ERRORS = (
-    pickle.PicklingError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    RuntimeError,
-    ValueError,
-    BufferError,
-)
+_PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError, BufferError)
 
 
 def _explain(obj: object, error: Exception) -> str:
