@@ -41,7 +41,7 @@ class Channel:
         """Use `Channel.create`; this rebuilds a handle of a channel that exists."""
         self.name = name
         self.timeout_s = timeout_s
-        """Deadline of every wait that gives none of its own."""
+        """Deadline of every wait but a `take` with one of its own."""
         self._is_bounded = is_bounded
         self._epoch = epoch
 
@@ -59,7 +59,7 @@ class Channel:
         """Make a channel in `cluster` (None: the cluster of this process).
 
         `max_failures`: how often consumers may fail at an item before it is set aside.
-        `timeout_s`: deadline of every wait that gives none of its own.
+        `timeout_s`: deadline of every wait but a `take` with one of its own.
         """
         options = ChannelOptions(name, capacity_items, capacity_bytes, max_failures)
         for what in ("capacity_items", "capacity_bytes", "max_failures"):
@@ -81,36 +81,29 @@ class Channel:
     def __repr__(self) -> str:
         return f"Channel({self.name!r})"
 
-    def put(
-        self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
-    ) -> None:
+    def put(self, obj: Any, weight: float = 1.0, key: Hashable | None = None) -> None:
         """Put one object. Inside a loop's body or a lease it goes when that is done; else, on a bounded channel this
         returns when it is in, otherwise when it is on its way."""
         producer = self._producer
-        producer.put([producer.describe(obj, weight, key, timeout_s)], timeout_s)
+        producer.put([producer.describe(obj, weight, key)])
 
-    def put_many(
-        self, objects: Sequence[Any], weights: Sequence[float] | None = None, timeout_s: float | None = None
-    ) -> None:
+    def put_many(self, objects: Sequence[Any], weights: Sequence[float] | None = None) -> None:
         if weights is not None and len(weights) != len(objects):
             raise ConfigError(f"{self.name}: put_many got {len(objects)} objects and {len(weights)} weights")
         producer = self._producer
         weighted = zip(objects, weights or [1.0] * len(objects), strict=True)
-        items = [producer.describe(obj, weight, None, timeout_s) for obj, weight in weighted]
-        producer.put(items, timeout_s)
+        producer.put([producer.describe(obj, weight, None) for obj, weight in weighted])
 
-    async def put_async(
-        self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
-    ) -> None:
+    async def put_async(self, obj: Any, weight: float = 1.0, key: Hashable | None = None) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
         producer = self._producer
-        await producer.put_async([producer.describe(obj, weight, key, timeout_s)], timeout_s)
+        await producer.put_async([producer.describe(obj, weight, key)])
 
-    def flush(self, timeout_s: float | None = None) -> None:
+    def flush(self) -> None:
         """Return when everything put by this process is with the broker, and would survive this process."""
         before_wait()
         producer = self._producer
-        current().hub.sync(self.timeout_s if timeout_s is None else timeout_s)
+        current().hub.sync(self.timeout_s)
         producer.check()
 
     def end(self) -> None:

@@ -149,16 +149,14 @@ class Cluster:
 
     # --- nodes that come and go ---------------------------------------------------------------------------
 
-    def add_node(
-        self, devices: NodeDevices = "auto", *, labels: Collection[str] = (), host: str | None = None
-    ) -> Node:
+    def add_node(self, devices: NodeDevices = "auto", *, labels: Collection[str] = ()) -> Node:
         """Take one more node in; its devices get ids that were never used, and groups can be placed on them.
 
-        With Ray: a node that has joined the Ray cluster or has come back to it, that at `host` if given. Else one more
-        node on this machine (a rehearsal); the cluster must be `elastic`.
+        With Ray: a node that has joined the Ray cluster or has come back to it. Else one more node on this machine (a
+        rehearsal); the cluster must be `elastic`.
         """
         self._check_open()
-        client = self._backend.add(devices, labels, host)
+        client = self._backend.add(devices, labels)
         try:
             self._admit(client)
             self._start_services(client)

@@ -46,26 +46,25 @@ class Producer:
         self._error: RillError | None = None
         self._hub.on("commit_failed", self._fail)
 
-    def describe(self, obj: Any, weight: float, key: Any, timeout_s: float | None) -> Item:
+    def describe(self, obj: Any, weight: float, key: Any) -> Item:
         """What the broker is told of an object, whose payload stays in this node's store unless it is small."""
         key, encoded = checked_key(self.name, key), encode(obj)
         num_bytes = encoded.num_bytes
         self.recorder.put(self.name, num_bytes, weight)
         if num_bytes > INLINE_BYTES:
-            limit_s = self.timeout_s if timeout_s is None else timeout_s
-            ref = self._context.store.write(encoded, limit_s)
+            ref = self._context.store.write(encoded, self.timeout_s)
             return Item(float(weight), key, num_bytes, None, ref)
         return Item(float(weight), key, num_bytes, encoded.header, None)
 
-    def put(self, items: list[Item], timeout_s: float | None) -> None:
+    def put(self, items: list[Item]) -> None:
         """Into the lease that is worked on here, or to the broker."""
         if not self._has_joined(items):
-            self.commit([], [Puts(self.name, items)], timeout_s)
+            self.commit([], [Puts(self.name, items)])
 
-    async def put_async(self, items: list[Item], timeout_s: float | None) -> None:
+    async def put_async(self, items: list[Item]) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
         if not self._has_joined(items):
-            await self.commit_async([], [Puts(self.name, items)], timeout_s)
+            await self.commit_async([], [Puts(self.name, items)])
 
     def _has_joined(self, items: list[Item]) -> bool:
         self.check()
@@ -76,28 +75,26 @@ class Producer:
             lease.add(self.name, item)
         return True
 
-    def commit(self, done: list[Ids], puts: list[Puts], timeout_s: float | None = None) -> None:
+    def commit(self, done: list[Ids], puts: list[Puts]) -> None:
         """All of it or nothing; returns when it is on its way, or, where a channel is bounded, in."""
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
         if self._needs_room(puts):
-            with self._asking(done, puts, limit_s) as asked:
-                came_while_lending(self._context, asked, limit_s)
-        elif not self._hub.commit(done, puts, time.monotonic() + limit_s):
+            with self._asking(done, puts) as asked:
+                came_while_lending(self._context, asked, self.timeout_s)
+        elif not self._hub.commit(done, puts, time.monotonic() + self.timeout_s):
             for part in puts:
                 self.forget(part.items)
-            raise stuck(self._context, f"put to channel {_names(puts)}", limit_s)
+            raise stuck(self._context, f"put to channel {_names(puts)}", self.timeout_s)
 
-    async def commit_async(self, done: list[Ids], puts: list[Puts], timeout_s: float | None = None) -> None:
+    async def commit_async(self, done: list[Ids], puts: list[Puts]) -> None:
         """As `commit`, on an event loop."""
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
         if self._needs_room(puts):
-            with self._asking(done, puts, limit_s) as asked:
-                await asyncio.wait([asyncio.wrap_future(asked)], timeout=limit_s)
+            with self._asking(done, puts) as asked:
+                await asyncio.wait([asyncio.wrap_future(asked)], timeout=self.timeout_s)
         else:
-            self.commit(done, puts, limit_s)
+            self.commit(done, puts)
 
     @contextmanager
-    def _asking(self, done: list[Ids], puts: list[Puts], limit_s: float) -> Iterator[Asked[int]]:
+    def _asking(self, done: list[Ids], puts: list[Puts]) -> Iterator[Asked[int]]:
         """Around the wait for room. Whatever ends it early takes back what has none yet; but what came of something
         that was taken stays with the hub, which will let it in."""
         what = f"room in channel {_names(puts)}"
@@ -105,7 +102,7 @@ class Producer:
         try:
             with waiting(what, f"channel:{puts[0].channel}"):
                 yield asked
-                late = None if asked.done() else stuck(self._context, what, limit_s)
+                late = None if asked.done() else stuck(self._context, what, self.timeout_s)
         finally:
             if not done and not asked.done():
                 self._hub.submit("broker.cancel", asked.seq)

@@ -147,7 +147,7 @@ class Backend(Protocol):
     def open(self, session: Session, events: NodeEvents) -> Iterable[NodeClient]:
         """Start an agent on every node, the driver's own first. Where one fails, none is left but those given."""
 
-    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> NodeClient:
+    def add(self, devices: NodeDevices, labels: Collection[str]) -> NodeClient:
         """Start an agent on one more node."""
 
     def reopen(self, node_id: str) -> NodeClient:
@@ -192,12 +192,11 @@ class LocalBackend:
         for node in self._first:
             yield self._start(node, self._devices[node.node_id])
 
-    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> NodeClient:
+    def add(self, devices: NodeDevices, labels: Collection[str]) -> NodeClient:
         if not self.is_spread:
             raise RunError("this cluster was opened for one node: others need elastic=True, or Cluster.ray")
         found = local_devices(devices)
-        node_id = f"node{len(self._nodes)}"
-        return self._start(Node(node_id=node_id, host=host or "127.0.0.1", labels=frozenset(labels)), found)
+        return self._start(Node(node_id=f"node{len(self._nodes)}", labels=frozenset(labels)), found)
 
     def reopen(self, node_id: str) -> NodeClient:
         return LocalNode(*self._nodes[node_id], self._events)

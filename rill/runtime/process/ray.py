@@ -83,12 +83,11 @@ class RayBackend:
             raise
         return opened
 
-    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> NodeClient:
-        """A node that has joined the Ray cluster, or has come back to it; `host`: that one."""
-        unused = [raw for raw in self._unused() if host in (None, raw["NodeManagerAddress"])]
+    def add(self, devices: NodeDevices, labels: Collection[str]) -> NodeClient:
+        """A node that has joined the Ray cluster, or has come back to it."""
+        unused = self._unused()
         if not unused:
-            where = "" if host is None else f" at {host}"
-            raise RunError(f"the Ray cluster has no further node{where}: `ray start --address=…` adds one")
+            raise RunError("the Ray cluster has no further node: `ray start --address=…` adds one")
         client = self._start_remote(_node(1 + len(self._remote), unused[0], labels), unused[0])
         try:
             client.wait_ready(devices)
