@@ -107,7 +107,7 @@ class NullActor(PublishingWorker):
     def num_shares(self) -> int:
         return self.world_size
 
-    def train(self, source: Edge, version: PolicyVersion) -> dict[str, float]:
+    def _train(self, source: Edge, version: PolicyVersion) -> dict[str, float]:
         if self.work_s:
             time.sleep(self.work_s)
         num_samples = sum(len(part.samples()) for part in source.parts(self, ALONE))

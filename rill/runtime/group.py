@@ -96,13 +96,12 @@ class WorkerGroup(Generic[W_co]):
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Handle:
         """Call by name; `group.method(...)` is the same."""
-        self._check_method(method)
+        is_concurrent = self._check_method(method)
         encoded = encode_arguments(args, kwargs)
         roster, targets = self._members.roster(self.name), self._targets
         if roster is not targets[0]:
             targets = self._targets = (roster, self._select(roster.addresses))
-        context, is_concurrent = self._members.context, self._methods[method]
-        return context.call(self.name, method, targets[1], encoded, concurrent=is_concurrent)
+        return self._members.context.call(self.name, method, targets[1], encoded, concurrent=is_concurrent)
 
     def ready(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Wait until every rank's `__init__` has run; raises what the first failing one raised. The others live on:
@@ -153,7 +152,8 @@ class WorkerGroup(Generic[W_co]):
         if method.startswith("_"):
             raise AttributeError(method)
         self._check_method(method)
-        return functools.partial(self.call, method)
+        call = vars(self)[method] = functools.partial(self.call, method)  # the next time it is found at once
+        return call
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self._cls.__name__}, name={self.name!r}, size={self.size})"
@@ -168,10 +168,13 @@ class WorkerGroup(Generic[W_co]):
             raise UserError(f"only the driver, which launched {self.name}, can change or close it")
         return self._members
 
-    def _check_method(self, method: str) -> None:
-        if method not in self._methods:
+    def _check_method(self, method: str) -> bool:
+        """Whether it is @concurrent."""
+        is_concurrent = self._methods.get(method)
+        if is_concurrent is None:
             what = f"method of {self._cls.__name__}"
             raise AttributeError(unknown_name_message(what, method, self._methods))
+        return is_concurrent
 
     def _select(self, members: Sequence[WorkerAddress]) -> Sequence[WorkerAddress]:
         if self._selected is None:

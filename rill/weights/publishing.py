@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rill.errors import TrainingError
 from rill.runtime.context import current
 from rill.runtime.device.lock import groups_in_line
 from rill.runtime.group import WorkerGroup
@@ -40,6 +41,8 @@ class PublishingWorker(Worker):
     """Rank 0's."""
     engines: Engines | None = None
     """Rank 0's, once they have met."""
+    _has_failed = False
+    """In the middle of a step."""
 
     @abstractmethod
     def _gather(self, version: PolicyVersion) -> SealedManifest | None:
@@ -54,12 +57,20 @@ class PublishingWorker(Worker):
             self.engines = Engines(self.publisher, rollout, timeout_s, interrupt)
         self.engines.rollout = rollout
 
-    @abstractmethod
     def train(self, source: Any, version: PolicyVersion) -> Mapping[str, float]:
-        """One step from `version`, on the samples of `source`; its metrics."""
+        """One step from `version`, on the samples of `source`; its metrics. `publish` may be called behind it."""
+        self._has_failed = True
+        metrics = self._train(source, version)
+        self._has_failed = False
+        return metrics
+
+    @abstractmethod
+    def _train(self, source: Any, version: PolicyVersion) -> Mapping[str, float]: ...
 
     def publish(self, version: PolicyVersion) -> Synced | None:
         """Bring the engines to the weights as they are, once those that were lost are back (the driver sees to it)."""
+        if self._has_failed:
+            raise TrainingError(f"the step to version {version} failed: there is nothing to publish")
         began_s = time.monotonic()
         with self.device_lock():
             manifest = self._gather(version)

@@ -93,7 +93,7 @@ class ActorWorker(PolicyLearner):
                 self._warm_start = None
             return metrics
 
-    def train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
+    def _train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
         """One step from `version`: gradients are added chunk by chunk, and the optimizer steps when the batch is
         through. `publish` follows."""
         advantages = Advantages(self.algorithm, self.trainer) if self.judges else None

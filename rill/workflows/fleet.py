@@ -31,13 +31,14 @@ from rill.planning.elastic import Scaler
 from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
+from rill.runtime.process.call import Sealed
 from rill.telemetry import trace
 from rill.telemetry.requests import answer_all, open_requests
 from rill.types import PolicyVersion
 from rill.weights import SealedManifest
 from rill.weights.publishing import Synced
 from rill.workers.rollout import EVERY_EPOCH, LEFT_CODE
-from rill.workflows.session import NEVER_S, Sealed, Session
+from rill.workflows.session import NEVER_S, Session
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +160,10 @@ class Fleet:
         for crew in self._crews:
             crew.open_epoch()
 
+    def sampling(self) -> Handle | None:
+        """A call that lasts until the epoch of the tasks ends; None: it has ended."""
+        return self._crews[0].unfinished()
+
     def tend(self) -> None:
         if self.is_open:
             self._scaler.look(self._num_prompts)
@@ -245,9 +250,10 @@ class Fleet:
 
     # --- weights ------------------------------------------------------------------------------------------
 
-    def publish(self, version: PolicyVersion) -> dict[str, float]:
-        """Bring every engine to the actor's weights as they are. One that did not come there is started again."""
-        synced: Synced = self.session.ask(self._actor.publish(version))
+    def publish(self, version: PolicyVersion, posted: Handle | None = None) -> dict[str, float]:
+        """Bring every engine to the actor's weights as they are. One that did not come there is started again.
+        `posted`: the call for it, where it was made before."""
+        synced: Synced = self.session.ask(posted or self._actor.publish(version))
         for name, reason in synced.failed.items():
             log.warning("engine %s is out of service: %s", name, reason)
             ranks = {self._engines.name(rank): rank for rank in self._rollout.ranks}

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
+from rill.runtime.process.call import Sealed
 from rill.types import PolicyVersion
 from rill.workers.edges import Edge
 from rill.workflows.config import FlowConfig
 from rill.workflows.controller import Batch
 from rill.workflows.fleet import Fleet
-from rill.workflows.session import Sealed
 
 TEND_S = 1.0
 """How often engines are looked after while the driver waits for them."""
@@ -113,14 +113,18 @@ class Flow:
         """Wait for the batch to be full, and for the engines to let go of their devices if this step is an epoch: one
         call of theirs lasts a step when synchronous, otherwise the whole run. Engines are looked after meanwhile."""
         assert self._selected is not None, "a step selects a batch"
-        if self._loop.max_lag > 0:
+        is_epoch, overprovision = self._loop.max_lag == 0, self._loop.overprovision
+        if not is_epoch:
             self.fleet.tend()  # the batch may be full already
-        while not self._selected.ended(TEND_S):
-            self.fleet.tend()
-            self._raise_failed()
+        # The engines' calls end right behind the batch: whoever waits for them first wakes up once.
+        sampling = self.fleet.sampling() if is_epoch and not overprovision else None
+        for call in filter(None, (sampling, self._selected)):
+            while not (call.ended(TEND_S) or self._selected.done()):
+                self.fleet.tend()
+                self._raise_failed()
         batch: Batch = self.session.ask(self._selected)
-        if self._loop.max_lag == 0:
-            if self._loop.overprovision:
+        if is_epoch:
+            if overprovision:
                 self.fleet.stop(batch.epoch)
             self.fleet.end_epoch()
         return batch
@@ -128,22 +132,30 @@ class Flow:
     def end(self) -> dict[str, float]:
         """Wait for the step to be applied and the engines to be brought to it; metrics of all its calls together, each
         the mean of the group's ranks. Publishing is a call of its own: an engine that is lost meanwhile is back before,
-        and a broadcast never waits for the dead."""
+        and a broadcast never waits for the dead. Where the engines rest, it is posted behind the training at once, and
+        both are waited for together."""
         metrics: dict[str, float] = {}
         full_s = time.monotonic()
-        for call in self._calls:
-            metrics |= mean_of([row for row in self._results(call) if row])
-        metrics |= self.fleet.publish(PolicyVersion(self.version + 1))
+        *before, training = self._calls
+        for call in before:
+            metrics |= self._metrics(call)
+        version = PolicyVersion(self.version + 1)
+        posted = None if self.fleet.is_open else self.session.groups["actor"].publish(version)
+        metrics |= self._metrics(training, posted)
+        metrics |= self.fleet.publish(version, posted)
         metrics["time/train_s"] = time.monotonic() - full_s - metrics["time/sync_s"]
         return metrics
 
-    def _results(self, call: Handle) -> list[Any]:
-        """Of every rank. Engines that run ahead are looked after meanwhile: one that is lost is back, with the weights
-        that the others hold, before the next ones."""
+    def _metrics(self, call: Handle, behind: Handle | None = None) -> dict[str, float]:
+        """Of a call, once it has ended, or another `behind` it. Engines that run ahead are looked after meanwhile: one
+        that is lost is back, with the weights that the others hold, before the next ones."""
         deadline_s = time.monotonic() + self._loop.step_timeout_s
-        while self.fleet.is_open and time.monotonic() < deadline_s and not call.ended(TEND_S):
-            self.fleet.tend()
-        return call.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))
+        while time.monotonic() < deadline_s and not (behind or call).ended(TEND_S):
+            if self.fleet.is_open:
+                self.fleet.tend()
+            self._raise_failed()
+        rows = call.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))
+        return mean_of([row for row in rows if row])
 
     def _raise_failed(self) -> None:
         """A stage that failed will never hand its samples on: nobody need wait for the batch."""

@@ -3,7 +3,6 @@ mended alone: its groups, the devices that they have, and the channels between t
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -118,13 +117,3 @@ class Session:
                     "that engines have or nobody has"
                 )
         return devices
-
-
-class Sealed:
-    """Encoded once for what is sent at every step; where it arrives it is the value itself."""
-
-    def __init__(self, value: Any) -> None:
-        self._encoded = pickle.dumps(value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self._encoded,)

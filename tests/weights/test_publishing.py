@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
+from rill.errors import TrainingError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle, Outcome
 from rill.types import PolicyVersion
 from rill.weights.manifest import SealedManifest
-from rill.weights.publishing import Engines
+from rill.weights.publishing import Engines, PublishingWorker
 from rill.weights.sync import Pulled
 
 
@@ -47,3 +51,23 @@ def test_engines_that_join_and_leave_are_followed_by_their_ids() -> None:
     sync.catch_up("rollout[4]", manifest(2))
     assert fleet.asked == [(0, 1), (1, 4), (4,)]
     assert set(sync.states()) == {"rollout[1]", "rollout[4]"}
+
+
+class HalfWay(PublishingWorker):
+    """Fails in the middle of its steps."""
+
+    publisher = None
+
+    def _gather(self, version: PolicyVersion) -> SealedManifest | None:
+        raise AssertionError("nothing is gathered")
+
+    def _train(self, source: Any, version: PolicyVersion) -> Mapping[str, float]:
+        raise ValueError("loss")
+
+
+def test_a_step_that_failed_half_way_is_not_published_though_the_call_for_it_was_posted_behind() -> None:
+    worker = HalfWay()
+    with pytest.raises(ValueError, match="loss"):
+        worker.train(None, PolicyVersion(1))
+    with pytest.raises(TrainingError, match="the step to version 2 failed"):
+        worker.publish(PolicyVersion(2))

@@ -79,7 +79,7 @@ class RecordingActor(PublishingWorker):
     def num_shares(self) -> int:
         return 1
 
-    def train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
+    def _train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
         parts = [(part.chunk, part.samples()) for part in source.parts(self, self.world)]
         path = self.folder / f"step-{parts[0][0].step:04d}.pickle"
         assert not path.exists(), f"step {parts[0][0].step} was trained twice"

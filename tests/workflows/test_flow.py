@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rill.errors import PeerDiedError, RillError
 from rill.types import PolicyVersion
 from rill.workflows.config import OnlineConfig
 from rill.workflows.flow import Flow
@@ -26,10 +27,15 @@ class Call:
     def wait(self, timeout_s: float) -> list[Any]:
         return [self._result]
 
+    def so_far(self) -> list[Any]:
+        error = self._result if isinstance(self._result, RillError) else None
+        return [SimpleNamespace(error=error)]
+
 
 class Fleet:
-    def __init__(self, told: list[str], *, is_open: bool) -> None:
+    def __init__(self, told: list[str], *, is_open: bool, posted: Call) -> None:
         self.told = told
+        self.posted = posted
         self.is_open = is_open
         recipe = {
             "workflow": "any",
@@ -39,23 +45,32 @@ class Fleet:
             "trainer": {},
         }
         config = OnlineConfig.model_validate({**recipe, "loop": {"max_lag": int(is_open)}})
-        self.session = SimpleNamespace(config=config)
+        self.session = SimpleNamespace(config=config, groups={"actor": SimpleNamespace(publish=self.post)})
 
     def tend(self) -> None:
         self.told.append("tended")
 
-    def publish(self, version: PolicyVersion) -> dict[str, float]:
+    def post(self, version: PolicyVersion) -> Call:
+        self.told.append(f"posted {version}")
+        return self.posted
+
+    def publish(self, version: PolicyVersion, posted: Call | None) -> dict[str, float]:
+        assert posted in (None, self.posted)
         self.told.append(f"published {version}")
         return {"time/sync_s": 0.0}
 
 
-def told_by(*, is_open: bool, looks: int) -> list[str]:
-    told: list[str] = []
-    fleet: Any = Fleet(told, is_open=is_open)
+def flow_of(told: list[str], trained: Call, posted: Call, *, is_open: bool) -> Flow:
+    fleet: Any = Fleet(told, is_open=is_open, posted=posted)
     flow = Flow(fleet)
     flow.begin(PolicyVersion(1))
-    trained: Any = {"loss": 1.0}
-    flow._calls = [Call(trained, looks)]  # type: ignore[list-item]
+    flow._calls = [trained]  # type: ignore[list-item]
+    return flow
+
+
+def told_by(*, is_open: bool, looks: int) -> list[str]:
+    told: list[str] = []
+    flow = flow_of(told, Call({"loss": 1.0}, looks), Call(None, looks), is_open=is_open)
     assert flow.end()["loss"] == 1.0
     return told
 
@@ -64,8 +79,16 @@ def test_engines_that_run_ahead_are_looked_after_while_the_trainer_trains_and_be
     assert told_by(is_open=True, looks=3) == ["tended"] * 3 + ["published 2"]
 
 
-def test_engines_that_rest_need_nobody() -> None:
-    assert told_by(is_open=False, looks=3) == ["published 2"]
+def test_engines_that_rest_need_nobody_and_are_published_to_right_behind_the_training() -> None:
+    assert told_by(is_open=False, looks=3) == ["posted 2", "published 2"]
+
+
+def test_what_ended_the_training_is_raised_though_publishing_behind_it_never_ends() -> None:
+    told: list[str] = []
+    flow = flow_of(told, Call(PeerDiedError("actor[1] died")), Call(None, looks=10**9), is_open=False)
+    with pytest.raises(PeerDiedError, match="died"):
+        flow.end()
+    assert told == ["posted 2"]
 
 
 @pytest.mark.parametrize(

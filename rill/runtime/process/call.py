@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import pickle
 import threading
 import traceback
 from collections.abc import Mapping
@@ -184,6 +185,23 @@ _NO_ARGUMENTS = wire.encode(((), {}))
 NO_ARGUMENTS = pack_inline(_NO_ARGUMENTS)
 
 
+class Sealed:
+    """An argument that is encoded once for many calls; where it arrives it is the value itself."""
+
+    def __init__(self, value: Any) -> None:
+        self._encoded = pickle.dumps(value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._encoded,)
+
+
+_PLAIN = frozenset({bool, int, float, str, Sealed})
+
+
 def encode_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> wire.Encoded:
     """A call's arguments, ready to be packed for those who are called."""
-    return wire.encode((args, dict(kwargs))) if args or kwargs else _NO_ARGUMENTS
+    if not args and not kwargs:
+        return _NO_ARGUMENTS
+    if not kwargs and _PLAIN.issuperset(map(type, args)):  # without tensors: most calls of a running workflow
+        return wire.Encoded(pickle.dumps((args, {}), 5), [])
+    return wire.encode((args, dict(kwargs)))

@@ -97,7 +97,7 @@ class RobotActor(PolicyLearner):
             )
         return shown
 
-    def train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
+    def _train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
         """One batch, whole; `publish` follows."""
         episodes: list[EmbodiedTrajectory] = []
         with ExitStack() as turn:
