@@ -104,6 +104,7 @@ class NullActor(PublishingWorker):
         self.work_s = work_s
         self.publisher = open_publisher(ShmTransport.Config()) if self.rank == 0 else None
 
+    @concurrent
     def num_shares(self) -> int:
         return self.world_size
 

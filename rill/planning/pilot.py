@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rill.runtime.hub.history import CallRecord
@@ -35,7 +35,7 @@ class Steering(Protocol):
         self,
         placement: Mapping[str, str],
         flow: Any,
-        staying: Sequence[str] | bool,
+        staying: bool | tuple[str, ...],
         *,
         keeps_state: bool = True,
     ) -> float: ...

@@ -308,7 +308,7 @@ class _Rows:
         steering: Steering,
         placement: dict[str, str],
         cut: dict[str, Any],
-        staying: Sequence[str] | bool,
+        staying: bool | tuple[str, ...],
     ) -> None:
         flow = self.config.flow.model_copy(update={"granularity": 0, "edges": {}, **cut})
         try:

@@ -50,6 +50,7 @@ class LearningWorker(Worker):
     def offload(self) -> None:
         self.trainer.offload()
 
+    @concurrent
     def num_shares(self) -> int:
         return num_shares(self.world_size, self.trainer.world)
 

@@ -21,7 +21,7 @@ import numpy as np
 from rill.algorithms import Algorithm, AlgorithmConfig
 from rill.errors import UnsupportedError
 from rill.runtime.channel import Channel
-from rill.runtime.worker import Worker
+from rill.runtime.worker import Worker, concurrent
 from rill.training.parallel import Rendezvous
 from rill.training.reward import RewardModel
 from rill.training.score import FrozenModel, ScoreModel
@@ -69,6 +69,7 @@ class ScoringWorker(Worker):
     def offload(self) -> None:
         self.model.offload()
 
+    @concurrent
     def num_shares(self) -> int:
         return num_shares(self.world_size, self.model.world)
 

@@ -24,11 +24,6 @@ Seats = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(va
 
 MISMATCH_LIMITS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 """Largest mean |log π_trainer − log π_engine| of the same tokens and weights, in nats, by the trainer's precision."""
-QUANTIZED_LIMIT = 0.15
-"""The same where the engine samples in 8 bits."""
-QUANTIZED_CANARY = 0.5
-"""sync.canary_tolerance there: its tokens are random, their log-probabilities far apart, and 8 bits move them more.
-It proves less then: that the engine has the weights of about this version, by the right names."""
 
 
 class RecipeConfig(Config):

@@ -17,6 +17,7 @@ that engines let go of their devices. Otherwise it lasts for the run, or until a
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import threading
@@ -253,11 +254,8 @@ def open_prompts(config: OnlineConfig) -> PromptSource:
 
 def chosen_before(batches: Mapping[int, list[int]], step: int, size: int) -> dict[int, list[int]]:
     """The batches from `step` on without a gap, as far as they have the size that batches have now."""
-    found: dict[int, list[int]] = {}
-    while len(batches.get(step, ())) == size:
-        found[step] = batches[step]
-        step += 1
-    return found
+    steps = itertools.takewhile(lambda number: len(batches.get(number, ())) == size, itertools.count(step))
+    return {number: batches[number] for number in steps}
 
 
 def summarise(batch: Sequence[Outcome], version: PolicyVersion) -> dict[str, float]:

@@ -6,10 +6,8 @@
      │
      └── whole episodes ──▶ actor ── version + 1 ──▶ rollout
 
-The file is the algorithm. Whether simulators, policy and trainer share devices (the trainer by turns), have their own
-(split) or something between (hybrid: simulators and policy beside each other, the trainer on all), how many stages
-overlap and how far acting runs ahead of training is the recipe's business; nothing here changes with it. PPO and GRPO
-differ in `algorithm.estimator`; synchronous is `loop.max_lag = 0`.
+The file is the algorithm. Who shares devices with whom, how many stages overlap and how far acting runs ahead of
+training is the recipe's business; nothing here changes with it. PPO and GRPO differ in `algorithm.estimator`.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ one of them is lost.
     no environment group:  rollout.generate ◀── tasks
     with one:              env.run ◀── tasks,   rollout.serve ◀── requests ◀── env
 
-Weights go from the actor to the engines without the driver (publishing.py), which learns who did not come there. After
-each sync every engine compares its log-probabilities of fixed tokens with the trainer's own: the canary (rill.weights).
-
-All recovery is here, in `_bring_back`, on the driver's thread:
+Weights go from the actor to the engines without the driver (rill.weights.publishing), which learns who did not come
+there. All recovery is here, in `_bring_back`, on the driver's thread:
 
     process gone, or new weights not taken ──▶ relaunch ──▶ pull what the others hold ──▶ canary ──▶ called again
 
@@ -23,8 +21,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from rill.errors import PeerDiedError, RillError, RunError, UserError, boundary
 from rill.planning.elastic import Scaler
@@ -42,11 +40,21 @@ from rill.workflows.session import NEVER_S, Session
 
 log = logging.getLogger(__name__)
 
-EPOCH_POLL_S = 1.0
+T = TypeVar("T")
+
+TEND_S = 1.0
+"""How often engines are looked after while the driver waits for them."""
 DEATH_S = 3.0
-"""What a lost process leaves behind may fail before its death is known; so long is waited for the news of it."""
 NOTICE_S = 30.0
 """What an engine that leaves has to put down what it sampled."""
+
+
+def soon(find: Callable[[], T]) -> T:
+    """What is found about a death, now or within DEATH_S: what it leads to may be known before the death is."""
+    deadline_s = time.monotonic() + DEATH_S
+    while not (found := find()) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return found
 
 
 class Crew:
@@ -106,15 +114,6 @@ class Crew:
             raise RunError(f"{name} is lost ({reason}) after {count} relaunches (loop.max_relaunches)")
         self.num_relaunches[rank] += 1
         log.warning("%s is lost: %s; relaunch %d", name, reason, count + 1)
-
-    def has_died(self, rank: int) -> bool:
-        """What a death leads to may be known before the death is."""
-        deadline_s = time.monotonic() + DEATH_S
-        while rank not in self.group.lost():
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(0.1)
-        return True
 
     def recall(self, rank: int) -> None:
         if rank in self._calls:
@@ -179,17 +178,17 @@ class Fleet:
             if outcome.error is not None and not isinstance(outcome.error, PeerDiedError):
                 raise outcome.error
 
-    def end_epoch(self) -> None:
-        """After the tasks channel was told that its epoch ends: wait until everybody has finished it."""
+    def end_epoch(self, timeout_s: float = 0.0) -> None:
+        """After the tasks channel was told that its epoch ends: wait until everybody has. 0: as a step may last."""
         self.is_open = False
         for crew in self._crews:
-            deadline_s = time.monotonic() + self._loop.step_timeout_s
+            deadline_s = time.monotonic() + (timeout_s or self._loop.step_timeout_s)
             if crew is self._engines and self._requests is not None:
                 self._requests.end()  # nobody is left who could ask
             while call := crew.unfinished():
                 if time.monotonic() > deadline_s:
                     call.wait(timeout_s=0.0)
-                call.ended(EPOCH_POLL_S)
+                call.ended(TEND_S)
                 self.tend()
 
     def rest(self, timeout_s: float) -> None:
@@ -199,8 +198,7 @@ class Fleet:
         if self.is_open:
             self.stop(EVERY_EPOCH)
             self.session.flows.tasks.end()
-            self._loop = self._loop.model_copy(update={"step_timeout_s": timeout_s})
-            self.end_epoch()
+            self.end_epoch(timeout_s)
 
     # --- engines that come and go -------------------------------------------------------------------------
 
@@ -254,11 +252,10 @@ class Fleet:
         """Bring every engine to the actor's weights as they are. One that did not come there is started again.
         `posted`: the call for it, where it was made before."""
         synced: Synced = self.session.ask(posted or self._actor.publish(version))
-        for name, reason in synced.failed.items():
-            log.warning("engine %s is out of service: %s", name, reason)
-            ranks = {self._engines.name(rank): rank for rank in self._rollout.ranks}
-            if name in ranks:
-                self._bring_back(self._engines, ranks[name], reason)
+        for rank in self._rollout.ranks if synced.failed else ():
+            if reason := synced.failed.get(name := self._engines.name(rank)):
+                log.warning("engine %s is out of service: %s", name, reason)
+                self._bring_back(self._engines, rank, reason)
         relaunches = sum(crew.num_relaunches.total() for crew in self._crews)
         return {**synced.metrics, "sync/relaunches": float(relaunches)}
 
@@ -290,7 +287,7 @@ class Fleet:
                 if crew is self._engines:
                     self.catch_up([rank])
         except RillError as error:
-            if not crew.has_died(rank):
+            if not soon(lambda: rank in crew.group.lost()):
                 raise
             self._bring_back(crew, rank, str(error))
         else:

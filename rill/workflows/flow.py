@@ -26,10 +26,7 @@ from rill.types import PolicyVersion
 from rill.workers.edges import Edge
 from rill.workflows.config import FlowConfig
 from rill.workflows.controller import Batch
-from rill.workflows.fleet import Fleet
-
-TEND_S = 1.0
-"""How often engines are looked after while the driver waits for them."""
+from rill.workflows.fleet import TEND_S, Fleet
 
 
 class Stream(NamedTuple):
@@ -60,7 +57,6 @@ class Flow:
         self.config = self.session.config.flow
         self._loop = self.session.config.loop
         self._lines: dict[str, Line] = {}
-        self._num_shares: dict[str, int] = {}
         self._selected: Handle | None = None
         self._calls: list[Handle] = []
         """Of the step."""
@@ -106,7 +102,6 @@ class Flow:
         """Between two steps: other chunks, or the same ones to groups that are on other devices now. The next step
         meets all its lines anew."""
         self.config = config
-        self._num_shares.clear()
         self._lines.clear()
 
     def batch(self) -> Batch:
@@ -130,10 +125,9 @@ class Flow:
         return batch
 
     def end(self) -> dict[str, float]:
-        """Wait for the step to be applied and the engines to be brought to it; metrics of all its calls together, each
-        the mean of the group's ranks. Publishing is a call of its own: an engine that is lost meanwhile is back before,
-        and a broadcast never waits for the dead. Where the engines rest, it is posted behind the training at once, and
-        both are waited for together."""
+        """Wait for the step to be applied and the engines to be brought to it; metrics of all its calls, each the mean
+        of its ranks. Publishing is a call of its own: engines that run ahead and are lost meanwhile are back before,
+        and a broadcast never waits for the dead. For engines that rest it is posted right behind the training."""
         metrics: dict[str, float] = {}
         full_s = time.monotonic()
         *before, training = self._calls
@@ -168,14 +162,11 @@ class Flow:
         name, session = f"{group.name}.{method}", self.session
         if name in self._lines:
             return self._lines[name]
-        if group.name not in self._num_shares:
-            # Asked before its first line: later it may wait behind that one.
-            self._num_shares[group.name] = session.ask(group.on(0).num_shares())
         edge = Edge(
             name=name,
             samples=batch.samples,
             announced=tuple(session.channel(f"{name}[{rank}]") for rank in range(group.size)),
-            num_shares=self._num_shares[group.name],
+            num_shares=session.ask(group.on(0).num_shares()),
             granularity=self.config.granularity_of(group.name, self._loop.prompts_per_step),
             is_whole=self._waits_for_all(group.name, batch.upstream),
         )

@@ -30,7 +30,7 @@ from rill.workflows import PRELOAD
 from rill.workflows.config import ClusterConfig, OnlineConfig
 from rill.workflows.controller import Controller
 from rill.workflows.evaluation import read_prompts
-from rill.workflows.fleet import Fleet
+from rill.workflows.fleet import Fleet, soon
 from rill.workflows.loop import Observer, StepReport
 from rill.workflows.session import Session
 
@@ -137,20 +137,18 @@ class Launcher:
         at_once = max(1, num_steps // NUM_REPORTS)
         run = self.session.run
         with RunCheckpoints(run, {"actor": actor}, 1, timeout_s, compacts=False, is_warm_up=True) as kept:
-            left = min(num_steps, -(kept.load_latest() or -num_steps))
+            done = max(0, num_steps + (kept.load_latest() or -num_steps))
             saved_s, cost_s = time.monotonic(), 0.0
-            while left > 0:
-                count = min(at_once, left)
-                metrics = actor.warm_up(num_steps - left, count, *arguments).wait(timeout_s=timeout_s)[0]
-                left -= count
-                report = StepReport(
-                    step=num_steps - left, num_steps=num_steps, metrics=metrics, phase="warm-up"
-                )
+            while done < num_steps:
+                count = min(at_once, num_steps - done)
+                metrics = actor.warm_up(done, count, *arguments).wait(timeout_s=timeout_s)[0]
+                done += count
+                report = StepReport(step=done, num_steps=num_steps, metrics=metrics, phase="warm-up")
                 report.tell(self._observers)
                 self.was_warmed_up = True
                 began_s = time.monotonic()
-                if left and began_s - saved_s >= cost_s / WARM_UP_SHARE:
-                    kept.save(-left)
+                if done < num_steps and began_s - saved_s >= cost_s / WARM_UP_SHARE:
+                    kept.save(done - num_steps)
                     kept.settle()
                     saved_s = time.monotonic()
                     cost_s = saved_s - began_s
@@ -206,15 +204,10 @@ class Launcher:
                 log.warning("%s: started again", str(death).splitlines()[0])
                 tries_left, lost = tries_left - 1, group.lost()
 
-    def lost(self, timeout_s: float) -> list[str]:
-        """Ranks of groups that the fleet does not look after whose process is gone, once one is or the time is over."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            groups = [group for group in self.session.groups.values() if group.name not in FLEET]
-            found = [f"{group.name}[{rank}]" for group in groups for rank in group.lost()]
-            if found or time.monotonic() > deadline_s:
-                return found
-            time.sleep(0.1)
+    def lost(self) -> list[str]:
+        """Ranks of groups that the fleet does not look after whose process is gone."""
+        groups = [group for group in self.session.groups.values() if group.name not in FLEET]
+        return soon(lambda: [f"{group.name}[{rank}]" for group in groups for rank in group.lost()])
 
     def again(self) -> Launcher | None:
         """For the next session in this cluster, once a process is lost that cannot be replaced alone: engines and

@@ -5,14 +5,10 @@
       └──────────────────────────────────────────────────────────────────────────────────────────────────────────┘
 
 What unblocks what: stages wait for chunks of the batch (controller.py), the trainer for theirs; the new version makes
-room for more prompts. With max_lag 0 the epoch of the tasks ends with the batch: the engines finish, let go of their
-devices, and others may have them. That is all that sharing devices needs, so a workflow file does not know whether its
-parts share. While it waits, the loop looks after engines and environments: one that is lost is brought back (fleet.py).
-A lost trainer or controller ends the session, and the workflow begins the next from the last checkpoint and the token
-log (workflow.py). A checkpoint is taken between two steps; the log has the tokens of everything that is begun.
-
-The driver makes a fixed number of calls a step and sees neither samples nor single groups: what a step costs it grows
-with neither.
+room for more prompts. With max_lag 0 the engines let go of their devices when the batch is full: that is all that
+sharing needs, so a workflow file does not know of it. While it waits, the loop looks after engines and environments
+(fleet.py); a lost trainer or controller ends the session (workflow.py). A checkpoint is taken between two steps; the
+token log has the tokens of everything that is begun.
 """
 
 from __future__ import annotations
@@ -24,7 +20,8 @@ from dataclasses import dataclass
 from rill.journal.checkpoints import RunCheckpoints
 from rill.telemetry import trace
 from rill.types import PolicyVersion
-from rill.workflows.flow import TEND_S, Flow
+from rill.workflows.fleet import TEND_S
+from rill.workflows.flow import Flow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +36,14 @@ class StepReport:
     notes: Sequence[str] = ()
     """What the person at the terminal should know and no metric says."""
 
-    def tell(self, observers: Sequence[Observer]) -> None:
-        for observer in observers:
-            observer(self)
+    def tell(self, observers: Sequence[Observer], save: Callable[[], None] = lambda: None) -> None:
+        """`save`: what is done is kept where an observer wishes to stop here."""
+        try:
+            for observer in observers:
+                observer(self)
+        except KeyboardInterrupt:
+            save()
+            raise
 
 
 Observer = Callable[[StepReport], None]
@@ -84,10 +86,16 @@ class Loop:
             self._report(self._evaluated())
         while self.step < self.config.steps:
             self._take_step()
-        if fleet.is_open:
-            self._ask(self._controller.finish())
-            fleet.end_epoch()
+        self.rest()
         self.save()
+
+    def rest(self) -> None:
+        """Between two steps: nothing is being sampled from now on, and the controller has put the last batch away."""
+        fleet = self.flow.fleet
+        if fleet.is_open:
+            fleet.stop(self._ask(self._controller.finish()))
+            fleet.end_epoch()
+        self._ask(self._controller.trained(self.step))
 
     def save(self) -> None:
         """A checkpoint of where it stands. Engines that run ahead go on: what they have said is in the token log."""
@@ -130,11 +138,7 @@ class Loop:
             metrics["throughput/sampled_tokens_per_s"] = share * metrics["throughput/tokens_per_s"]
         if self.step == self.config.steps or (self._eval_every and self.step % self._eval_every == 0):
             metrics |= self._evaluated()
-        try:
-            self._report(metrics)
-        except KeyboardInterrupt:  # an observer's wish to stop here: the step is whole, and is kept
-            self.save()
-            raise
+        self._report(metrics, self.save)
         if self.config.checkpoint_every > 0 and self.step % self.config.checkpoint_every == 0:
             self.save()
 
@@ -156,6 +160,6 @@ class Loop:
                 fleet.end_epoch()
             return metrics
 
-    def _report(self, metrics: Mapping[str, float]) -> None:
+    def _report(self, metrics: Mapping[str, float], save: Callable[[], None] = lambda: None) -> None:
         self._metrics = metrics
-        StepReport(step=self.step, num_steps=self.config.steps, metrics=metrics).tell(self.observers)
+        StepReport(step=self.step, num_steps=self.config.steps, metrics=metrics).tell(self.observers, save)

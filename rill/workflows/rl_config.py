@@ -24,16 +24,15 @@ from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.training.policy import PolicyTrainer
 from rill.workers.config import RolloutConfig, WarmStartConfig
 from rill.workers.scorers import RewardModelConfig, TeacherConfig
-from rill.workflows.config import (
-    MISMATCH_LIMITS,
-    QUANTIZED_CANARY,
-    QUANTIZED_LIMIT,
-    OnlineConfig,
-    PlacementConfig,
-    Seats,
-)
+from rill.workflows.config import MISMATCH_LIMITS, OnlineConfig, PlacementConfig, Seats
 
 logger = logging.getLogger(__name__)
+
+QUANTIZED_LIMIT = 0.15
+"""As MISMATCH_LIMITS, where the engine samples in 8 bits."""
+QUANTIZED_CANARY = 0.5
+"""sync.canary_tolerance there: its tokens are random, their log-probabilities far apart, and 8 bits move them more.
+It proves less then: that the engine has the weights of about this version, by the right names."""
 
 
 class ModelPlacementConfig(PlacementConfig):
@@ -72,16 +71,8 @@ class RLConfig(OnlineConfig):
         "trainer.temperature": "rollout.sampling.temperature",
     }
     warm_up_table = "sft"
-    provides: ClassVar[frozenset[Need]] = frozenset(
-        {
-            Need.REF_LOGPROBS,
-            Need.REWARD_LOGPROBS,
-            Need.TEACHER_LOGPROBS,
-            Need.FULL_VOCABULARY_TEACHER,
-            Need.GREEDY_BASELINE,
-        }
-    )
-    """What the workflow's groups can give an algorithm besides what the trainer has by itself."""
+    provides: ClassVar[frozenset[Need]] = frozenset(Need) - {Need.VALUES}
+    """What the workflow's groups can give an algorithm, or the trainer by itself: all but what a critic says."""
 
     def guards(self) -> list[Guard]:
         limit = QUANTIZED_LIMIT if self.is_quantized else MISMATCH_LIMITS[self.trainer.compute_dtype]
@@ -97,11 +88,9 @@ class RLConfig(OnlineConfig):
     def is_quantized(self) -> bool:
         """Whether the engine samples with fewer bits than the trainer computes with."""
         engine: Any = self.rollout.engine
-        weights = getattr(engine, "quantization", None)
-        return (
-            weights not in (None, self.trainer.quantization_aware)
-            or getattr(engine, "kv_cache_dtype", "") == "fp8"
-        )
+        if getattr(engine, "kv_cache_dtype", "") == "fp8":
+            return True
+        return getattr(engine, "quantization", None) not in (None, self.trainer.quantization_aware)
 
     @property
     def reads_gpu(self) -> bool:

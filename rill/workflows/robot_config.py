@@ -68,8 +68,7 @@ class RobotConfig(OnlineConfig):
         return tuple(dict.fromkeys(("env", "rollout", *super().together)))
 
     def guards(self) -> list[Guard]:
-        limit = MISMATCH_LIMITS["float32"]
-        everywhere = default_guards(max_lag=self.loop.max_lag, mismatch_limit=limit)
+        everywhere = default_guards(max_lag=self.loop.max_lag, mismatch_limit=MISMATCH_LIMITS["float32"])
         return with_actions([*(g for g in everywhere if g.name in SHARED), *WATCHED], self.guard_actions)
 
     @model_validator(mode="after")

@@ -4,7 +4,6 @@ mended alone: its groups, the devices that they have, and the channels between t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from rill.errors import PlanError, RillError, WorkerError
@@ -80,12 +79,10 @@ class Session:
         """After ranks came or went."""
         self.devices[name] = frozenset[int]().union(*self.groups[name].devices.values())
 
-    def let_stay(self, groups: bool | Sequence[str]) -> None:
+    def let_stay(self, groups: bool | tuple[str, ...]) -> None:
         """From now on these keep their memory beside each other (cluster.colocate), and those before do not."""
-        before, cluster = self.config.together, self.config.cluster
-        cluster = cluster.model_copy(
-            update={"colocate": groups if isinstance(groups, bool) else tuple(groups)}
-        )
+        before = self.config.together
+        cluster = self.config.cluster.model_copy(update={"colocate": groups})
         self.config = self.config.model_copy(update={"cluster": cluster})
         if self.config.together != before:
             self.cluster.take_turns(*before)

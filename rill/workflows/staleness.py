@@ -146,8 +146,7 @@ class Staleness:
         if not self._is_batch_open:
             return []
         outcomes = []
-        chosen = self._next()
-        for index in chosen[: self.batch_size - self.num(State.BATCHED)]:
+        for index in self._next()[: self.batch_size - self.num(State.BATCHED)]:
             outcome = self._move(index, State.KEPT, State.BATCHED).outcome
             assert outcome is not None, "what is kept has an outcome"
             outcomes.append(outcome)

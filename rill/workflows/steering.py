@@ -11,7 +11,7 @@ disk, which the planner and the dashboard read.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from rill.planning.pilot import Pilot
@@ -52,7 +52,7 @@ class Steering(NamedTuple):
 
     def resize(self, num_prompts: int) -> None:
         """Prompts of a batch, from the next step on."""
-        self._rest()
+        self.loop.rest()
         session = self.launch.session
         session.ask(session.groups["controller"].resize(num_prompts))
 
@@ -60,7 +60,7 @@ class Steering(NamedTuple):
         self,
         placement: Mapping[str, str],
         flow: FlowConfig,
-        staying: Sequence[str] | bool,
+        staying: bool | tuple[str, ...],
         *,
         keeps_state: bool = True,
     ) -> float:
@@ -69,7 +69,7 @@ class Steering(NamedTuple):
         its new devices, once all are back."""
         began_s = time.monotonic()
         with trace.span("switch", lane="loop", step=self.loop.step):
-            self._rest()
+            self.loop.rest()
             if keeps_state:
                 self.loop.save()
                 self.loop.checkpoints.settle()
@@ -77,7 +77,9 @@ class Steering(NamedTuple):
             if error is None:
                 self.launch.session.let_stay(staying)
             if keeps_state:
-                self._load(moved)
+                folder, trained = self.run.checkpoints_dir / f"step-{self.loop.step:06d}", self.launch.trained
+                for loading in [trained[name].load(str(folder / name)) for name in moved if name in trained]:
+                    loading.wait(timeout_s=self.loop.config.step_timeout_s)
             if moved:
                 fleet = self.loop.flow.fleet = self.launch.fleet()
                 if "actor" in moved:
@@ -88,19 +90,3 @@ class Steering(NamedTuple):
         if error is not None:
             raise error
         return time.monotonic() - began_s
-
-    def _load(self, moved: list[str]) -> None:
-        folder = self.run.checkpoints_dir / f"step-{self.loop.step:06d}"
-        timeout_s = self.loop.config.step_timeout_s
-        trained = {name: group for name, group in self.launch.trained.items() if name in moved}
-        for handle in [group.load(str(folder / name)) for name, group in trained.items()]:
-            handle.wait(timeout_s=timeout_s)
-
-    def _rest(self) -> None:
-        """Nothing is being sampled, and the controller has put the last batch away."""
-        session, fleet = self.launch.session, self.loop.flow.fleet
-        controller = session.groups["controller"]
-        if fleet.is_open:
-            fleet.stop(session.ask(controller.finish()))
-            fleet.end_epoch()
-        session.ask(controller.trained(self.loop.step))

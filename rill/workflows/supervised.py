@@ -12,6 +12,7 @@ trains on is dealt out by cost. The model that is left in the run folder is wher
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -104,18 +105,13 @@ class SupervisedWorkflow:
             num_steps = min(loop.report_every, loop.steps - step)
             figures = worker.train(num_steps).wait(timeout_s=loop.timeout_s)[0]
             step += num_steps
-            if loop.eval_every and (crosses(step, num_steps, loop.eval_every) or step == loop.steps):
+            is_last = step == loop.steps
+            if crosses(step, num_steps, loop.eval_every) or (is_last and loop.eval_every):
                 figures = {**figures, **worker.evaluate().wait(timeout_s=loop.timeout_s)[0]}
             report = StepReport(step=step, num_steps=loop.steps, metrics=figures, notes=notes)
             notes = ()  # said once
-            try:
-                report.tell(self.observers)
-            except KeyboardInterrupt:  # an observer's wish to stop here: what is done is kept
-                checkpoints.save(step)
-                raise
-            if step == loop.steps or (
-                loop.checkpoint_every and crosses(step, num_steps, loop.checkpoint_every)
-            ):
+            report.tell(self.observers, partial(checkpoints.save, step))
+            if is_last or crosses(step, num_steps, loop.checkpoint_every):
                 checkpoints.save(step)
 
 
@@ -144,5 +140,5 @@ class DPOWorkflow(SupervisedWorkflow):
 
 
 def crosses(step: int, num_steps: int, every: int) -> bool:
-    """Whether a multiple of `every` lies among the last `num_steps` steps up to `step`."""
-    return step // every > (step - num_steps) // every
+    """Whether a multiple of `every` lies among the last `num_steps` steps up to `step`; of 0 none does."""
+    return every > 0 and step // every > (step - num_steps) // every

@@ -19,7 +19,6 @@ from rill.runtime.group import WorkerGroup
 from rill.telemetry.run import Run
 from rill.workflows import PRELOAD
 from rill.workflows.config import OnlineConfig
-from rill.workflows.fleet import DEATH_S
 from rill.workflows.flow import Flow
 from rill.workflows.launch import Launcher, open_cluster
 from rill.workflows.loop import Loop, Observer, StepReport
@@ -52,10 +51,10 @@ class Workflow(ABC):
     def run(self, pilot: Pilot | None = None) -> None:
         """Warm up or resume, train to the last step, leave the model in the run folder.
 
-        A session is the time between two losses that cannot be mended alone: of a trainer's rank, whose peers wait for
-        it in the middle of a step, of a scorer or the controller. The next goes on from the last checkpoint, and from
-        the token log: nothing is sampled twice, and the trainer takes the batches that it had taken. Engines and
-        environments stay as they are where they can; else it begins with a new cluster.
+        Where a rank of a trainer is lost, whose peers wait for it in the middle of a step, a scorer or the controller,
+        the next session goes on from the last checkpoint and the token log: nothing is sampled twice, and the trainer
+        takes the batches that it had taken. Engines and environments stay as they are where they can; else the cluster
+        is new.
 
         `pilot`: who may change the plan between steps; unset: a run that was given a plan follows it, and replans.
         """
@@ -73,7 +72,7 @@ class Workflow(ABC):
                     self._train(launch, pilot)
                     return True
                 except RillError as error:
-                    lost = launch.lost(DEATH_S) if may_follow_a_death(error, launch.is_ready) else []
+                    lost = launch.lost() if may_follow_a_death(error, launch.is_ready) else []
                     if not lost or self._restarts_left == 0:
                         raise
                     self._restarts_left -= 1
@@ -84,13 +83,10 @@ class Workflow(ABC):
     def _tell_restart(self, lost: Sequence[str], reason: str) -> None:
         log.warning("%s is lost (%s): the run goes on", ", ".join(lost), reason)
         found = whole_checkpoints(self.folder)
-        step = step_of(found[-1]) if found else 0
-        where = place_of(found[-1]) if found else "the start"
-        note = f"{', '.join(lost)} lost: going on from {where} and the token log"
-        report = StepReport(
-            step=step, num_steps=self.config.loop.steps, metrics={}, phase="restart", notes=(note,)
-        )
-        report.tell(self.observers)
+        step, where = (step_of(found[-1]), place_of(found[-1])) if found else (0, "the start")
+        notes = (f"{', '.join(lost)} lost: going on from {where} and the token log",)
+        steps = self.config.loop.steps
+        StepReport(step=step, num_steps=steps, metrics={}, phase="restart", notes=notes).tell(self.observers)
 
     def _train(self, launch: Launcher, pilot: Pilot | None) -> None:
         config, timeout_s = self.config, self.config.loop.step_timeout_s
@@ -98,13 +94,8 @@ class Workflow(ABC):
         self.groups(launch)
         launch.ready()
         flow = Flow(launch.fleet())
-        checkpoints = RunCheckpoints(
-            self.folder,
-            launch.trained,
-            config.loop.keep_checkpoints,
-            timeout_s,
-            compacts=not config.journal.keep,
-        )
+        keep, compacts = config.loop.keep_checkpoints, not config.journal.keep
+        checkpoints = RunCheckpoints(self.folder, launch.trained, keep, timeout_s, compacts=compacts)
         if pilot is None:
             pilot = Replanner.of(config, self.folder, launch.session.cluster.devices)
         with checkpoints:
