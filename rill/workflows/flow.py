@@ -114,7 +114,7 @@ class Flow:
         # The engines' calls end right behind the batch: whoever waits for them first wakes up once.
         sampling = self.fleet.sampling() if is_epoch and not overprovision else None
         for call in filter(None, (sampling, self._selected)):
-            while not (call.ended(TEND_S) or self._selected.done()):
+            while not (self._selected.done() or call.ended(TEND_S)):
                 self.fleet.tend()
                 self._raise_failed()
         batch: Batch = self.session.ask(self._selected)
