@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import multiprocessing
 import os
@@ -180,16 +181,20 @@ def _engine_main(connection: Connection, settings: NativeEngine.Config, is_insta
             Request(id=f"{time.monotonic_ns()}-{i}", token_ids=np.array(p, np.int32), sampling=sampling)
             for i, p in enumerate(prompts)
         ]
-        room, futures = threading.Semaphore(in_flight), []
+        room = threading.Semaphore(in_flight)
+        futures: list[Future[Completion]] = []
         start = time.perf_counter()
         for request in requests:
             room.acquire()
-            (future,) = engine.submit([request])
-            future.add_done_callback(lambda _, room=room: room.release())
-            futures.append(future)
+            futures += engine.submit([request])
+            futures[-1].add_done_callback(functools.partial(_make_room, room))
         num_done = sum(len(future.result().token_ids) for future in futures)
         connection.send(num_done / (time.perf_counter() - start))
     engine.close()
+
+
+def _make_room(room: threading.Semaphore, _: Future[Completion]) -> None:
+    room.release()
 
 
 def _server_main(
