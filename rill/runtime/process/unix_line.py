@@ -135,9 +135,15 @@ class UnixLine:
         self._backlog: deque[memoryview] = deque()
 
     def send(self, data: bytes) -> None:
-        self._backlog.append(memoryview(_LENGTH.pack(len(data)) + data))
-        if len(self._backlog) == 1:
-            self._write()
+        data = _LENGTH.pack(len(data)) + data
+        with self._lock:
+            if not self._backlog and self._socket is not None:  # mostly the socket takes all of it
+                with contextlib.suppress(OSError):
+                    data = data[self._socket.send(data, MSG_NOSIGNAL) :]
+            if data:
+                self._backlog.append(memoryview(data))
+                if len(self._backlog) == 1:
+                    self._write()
 
     def close(self, _linger_ms: int = 0) -> None:
         """What is not written is lost: UnixSockets.drain() comes before. Who sends again connects anew."""
