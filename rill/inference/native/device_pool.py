@@ -53,8 +53,15 @@ class DevicePool:
             self._unmap(address)
 
     def take_back(self) -> None:
+        """Where somebody else holds the memory now: EngineError; to be called again once it is free."""
         for address in self._sizes.keys() - self._handles.keys():
-            self._map(address)
+            try:
+                self._map(address)
+            except EngineError as error:
+                what = f"{self._sizes[address] >> 20} MiB that were released cannot be had again ({error})"
+                raise EngineError(
+                    f"{what}: somebody else holds them; free them and restore() again"
+                ) from error
 
     def _map(self, address: int) -> None:
         size, handle = self._sizes[address], ctypes.c_ulonglong()
@@ -62,9 +69,9 @@ class DevicePool:
         properties = struct.pack("iiiiQ8x", _PINNED, 0, _ON_DEVICE, self._device.index, 0)
         access = struct.pack("iii", _ON_DEVICE, self._device.index, _READ_AND_WRITE)
         _call("cuMemCreate", ctypes.byref(handle), size, properties, 0)
-        self._handles[address] = handle.value
         _call("cuMemMap", address, size, 0, handle.value, 0)
         _call("cuMemSetAccess", address, size, access, 1)
+        self._handles[address] = handle.value
 
     def _unmap(self, address: int) -> None:
         _call("cuMemUnmap", address, self._sizes[address])
@@ -79,7 +86,8 @@ class DevicePool:
             self._map(address.value)
         except EngineError as error:
             log.warning("%d MiB of device memory were refused: %s", size >> 20, error)
-            self._sizes.pop(address.value, None)
+            if self._sizes.pop(address.value, None):
+                _call("cuMemAddressFree", address.value, size)
             return 0
         return address.value
 

@@ -26,7 +26,7 @@ from transformers.integrations.moe import (
 )
 
 from rill.models.ops.triton_kernels import activated
-from rill.models.ops.triton_language import ceil_div, power_of_2, precision, tl, triton
+from rill.models.ops.triton_language import power_of_2, precision, tl, triton
 from rill.models.routing import is_stacked
 
 NAME = "rill_few_rows"
@@ -65,8 +65,8 @@ def few_rows(
     num_tokens, num_choices = chosen_TK.shape
     num_experts, width, inner = down_EHI.shape
     rows = num_tokens * num_choices
-    tile_m = min(64, max(16, power_of_2(ceil_div(2 * rows, num_experts))))
-    num_blocks = min(rows, ceil_div(rows + num_experts * (tile_m - 1), tile_m))
+    tile_m = min(64, max(16, power_of_2(-(-2 * rows // num_experts))))
+    num_blocks = min(rows, -(-(rows + num_experts * (tile_m - 1)) // tile_m))
     order_BM = torch.empty(num_blocks, tile_m, dtype=torch.int32, device=x_TH.device)
     expert_B = torch.empty(num_blocks, dtype=torch.int32, device=x_TH.device)
     _blocks[(num_experts,)](
@@ -80,11 +80,11 @@ def few_rows(
     shape: dict[str, Any] = {
         "M": tile_m, "N": tile_n, "TILE_K": tile_k, "PRECISION": precision(x_TH.dtype), "num_warps": 4, "num_stages": 4,
     }  # fmt: skip
-    _product[(ceil_div(inner, tile_n), num_blocks)](
+    _product[(-(-inner // tile_n), num_blocks)](
         x_TH, gate_up_EJH, order_BM, expert_B, None, inner_BMI, rows, num_choices, inner, width, x_TH.stride(0),
         gate_up_EJH.stride(0), GATED=True, GELU=is_gelu, **shape,
     )  # fmt: skip
-    _product[(ceil_div(width, tile_n), num_blocks)](
+    _product[(-(-width // tile_n), num_blocks)](
         inner_BMI, down_EHI, order_BM, expert_B, weights_TK.contiguous(), out_SH, rows, num_choices, width, inner,
         inner, down_EHI.stride(0), GATED=False, GELU=is_gelu, **shape,
     )  # fmt: skip

@@ -20,15 +20,7 @@ from rill.models.eager import ScoreRule
 from rill.models.ops.fp8 import NO_SCALES, Activations, Fp8Rows, ProductScales, values_and_scales
 from rill.models.ops.triton_decode import DecodeAttention, attend
 from rill.models.ops.triton_fp8 import as_read, cached, scaled, store_fp8
-from rill.models.ops.triton_language import (
-    await_inputs,
-    ceil_div,
-    early_launch,
-    power_of_2,
-    precision,
-    tl,
-    triton,
-)
+from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
 PREFILL_TILE = 64
 
@@ -255,7 +247,7 @@ def invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, num_in = x.shape
     num_out = weight.shape[0]
     out = torch.empty(rows, num_out, dtype=x.dtype, device=x.device)
-    grid = (ceil_div(num_out, 128), ceil_div(rows, 64))
+    grid = (-(-num_out // 128), -(-rows // 64))
     _product[grid](
         x, weight, bias, out, rows, num_out, num_in, HAS_BIAS=bias is not None, PRECISION=precision(x.dtype),
         M=64, N=128, K=64, num_warps=4, num_stages=3,
@@ -311,7 +303,7 @@ class TritonKernels:
         size = (rows, width)
         made = Fp8Rows.empty(size, gate_up.device) if to_fp8 else gate_up.new_empty(size)
         block = power_of_2(width) if to_fp8 else 2048  # a row's scale needs all of it
-        _act_mul[(rows, ceil_div(width, block))](
+        _act_mul[(rows, -(-width // block))](
             gate_up, scales.x_B, scales.weight_N, *values_and_scales(made), width, GELU=gelu, BLOCK=block,
             TO_FP8=to_fp8, num_warps=min(16, max(4, block // 1024)), **early_launch(gate_up.device),
         )  # fmt: skip

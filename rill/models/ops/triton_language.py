@@ -16,16 +16,11 @@ except ImportError as error:
         "the CUDA engine needs Triton, which comes with torch's CUDA builds: install torch for CUDA"
     ) from error
 
-__all__ = ["await_inputs", "ceil_div", "early_launch", "power_of_2", "precision", "tl", "triton"]
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Triton's own, and power_of_2's, can be called in kernels too and cost the host microseconds."""
-    return -(-a // b)
+__all__ = ["await_inputs", "early_launch", "power_of_2", "precision", "tl", "triton"]
 
 
 def power_of_2(n: int) -> int:
-    """The smallest that is not below n."""
+    """The smallest that is not below n. Triton's own can be called in kernels too and costs the host microseconds."""
     return 1 << (n - 1).bit_length()
 
 

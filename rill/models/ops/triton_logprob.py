@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rill.models.ops.triton_language import ceil_div, power_of_2, tl, triton
+from rill.models.ops.triton_language import power_of_2, tl, triton
 
 CHUNK = 4096
 ROW_WARPS = 8
@@ -74,7 +74,7 @@ class ChunkStats:
     """Buffers for the chunks of up to max_rows rows, made once so that graphs can refer to them."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
-        self.num_chunks = ceil_div(vocab, CHUNK)
+        self.num_chunks = -(-vocab // CHUNK)
         self.num_chunks_padded = power_of_2(self.num_chunks)
         self.values = torch.empty(max_rows * self.num_chunks * 3, dtype=torch.float32, device=device)
         self.argmax = torch.empty(max_rows * self.num_chunks, dtype=torch.int32, device=device)

@@ -25,15 +25,7 @@ from rill.models.decode.structure import HeadNorms
 from rill.models.ops.fp8 import Activations, values_and_scales
 from rill.models.ops.triton_fp8 import cached
 from rill.models.ops.triton_kernels import activated, turned
-from rill.models.ops.triton_language import (
-    await_inputs,
-    ceil_div,
-    early_launch,
-    power_of_2,
-    precision,
-    tl,
-    triton,
-)
+from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +179,9 @@ def product(
     (rows, num_in), sides = x.shape, 2 if is_gated else 1
     num_out = weight_NK.shape[0] // sides
     out = torch.empty(shape.num_parts, rows, num_out, dtype=dtype, device=x.device)
-    part_in = ceil_div(num_in // shape.tile_k, shape.num_parts) * shape.tile_k
+    part_in = -(-(num_in // shape.tile_k) // shape.num_parts) * shape.tile_k
     early = early_launch(x.device)
-    _product[(ceil_div(num_out, shape.tile_n // sides), shape.num_parts)](
+    _product[(-(-num_out // (shape.tile_n // sides)), shape.num_parts)](
         x, weight_NK, x_scales, scales_N, out, rows, num_out, num_in, part_in, shape.prefetch_bytes, GATED=is_gated,
         GELU=is_gelu is True, TILE_B=max(16, power_of_2(rows)), TILE_N=shape.tile_n, TILE_K=shape.tile_k,
         SCALED=scales_N is not None, PREFETCH=early["PDL"] and shape.prefetch_bytes > 0 and x.dtype.itemsize <= 2,
