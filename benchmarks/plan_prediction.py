@@ -27,6 +27,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,7 +174,13 @@ def real_lanes(run: Run, plan: Plan, step: StepTimes) -> list[Lane]:
     ]
 
 
-def real_run(values: RecipeValues, plan: Plan, root: Path) -> Real:
+def run_under(
+    values: RecipeValues,
+    plan: Plan,
+    root: Path,
+    pilot_of: Callable[[Any, Run], Any] = lambda config, run: None,
+) -> tuple[list[float], Run]:
+    """Seconds of its steps. `pilot_of`: who may change the plan while it runs."""
     put_into(values.values, values.provenance, plan, "plan")
     config = resolved(values)
     steps: list[float] = []
@@ -183,10 +190,16 @@ def real_run(values: RecipeValues, plan: Plan, root: Path) -> Real:
             steps.append(report.metrics["time/step_s"])
 
     run = Run.create("measured", root=root, config_toml=dump_config(config))
+    pilot = pilot_of(config, run)
     trace.configure(run.path, "driver")
     with run.running():
-        WORKFLOWS.load(config.workflow)(config, run, [observe]).run()
+        WORKFLOWS.load(config.workflow)(config, run, [observe]).run(pilot)
     trace.shutdown()
+    return steps, run
+
+
+def real_run(values: RecipeValues, plan: Plan, root: Path) -> Real:
+    steps, run = run_under(values, plan, root)
     calls = whole_calls(read_history(run.path))
     later = steps_of(read_trace(run.path))[SKIP:]
     worked = [work_of_step(calls, step, FOLDED) for step in later]

@@ -13,25 +13,22 @@ idle cores.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from plan_prediction import SKIP, TAIL, resolved, start, workload
+from plan_prediction import SKIP, TAIL, resolved, run_under, start, workload
 
 from rill.config.files import RecipeValues, with_overrides
-from rill.config.resolve import dump_config
 from rill.planning.plan import Plan, choose
 from rill.planning.profiler import measure
-from rill.planning.recipe import devices_of, leave_in, problem_of, put_into
+from rill.planning.recipe import devices_of, leave_in, problem_of
 from rill.planning.replan import Replanner
 from rill.planning.search import Mode
-from rill.telemetry import trace
 from rill.telemetry.run import Run
-from rill.workflows import WORKFLOWS
-from rill.workflows.loop import StepReport
 
 LONGER = 3.0
 
@@ -44,29 +41,12 @@ def recipe(steps: int, longer_from: int) -> RecipeValues:
     return with_overrides(values, [], "replan")
 
 
-def run_under(
-    values: RecipeValues, plan: Plan, root: Path, left: dict[str, Any] | None = None
-) -> tuple[list[float], Run]:
-    """Seconds of its steps. `left`: what the plan rests on, for a run that may replan."""
-    put_into(values.values, values.provenance, plan, "plan")
-    config = resolved(values)
-    steps_s: list[float] = []
-
-    def observe(report: StepReport) -> None:
-        if "time/step_s" in report.metrics:
-            steps_s.append(report.metrics["time/step_s"])
-
-    run = Run.create("measured", root=root, config_toml=dump_config(config))
-    pilot = None
-    if left is not None:
-        leave_in(run.path, plan, **left)
-        pilot = Replanner.of(config, run, devices_of(config))
-        assert pilot is not None, "the run does not replan"
-    trace.configure(run.path, "driver")
-    with run.running():
-        WORKFLOWS.load(config.workflow)(config, run, [observe]).run(pilot)
-    trace.shutdown()
-    return steps_s, run
+def replanner(plan: Plan, left: dict[str, Any], config: Any, run: Run) -> Replanner:
+    """`left`: what the plan rests on."""
+    leave_in(run.path, plan, **left)
+    pilot = Replanner.of(config, run, devices_of(config))
+    assert pilot is not None, "the run does not replan"
+    return pilot
 
 
 def tell(**told: Any) -> None:
@@ -97,7 +77,7 @@ def main() -> None:
     values = recipe(args.drift_at + args.after, args.drift_at * short.loop.prompts_per_step)
     left = {"problem": problem, "found": found, "profile": profile}
     with tempfile.TemporaryDirectory() as root:
-        steps_s, run = run_under(values, plan, Path(root), left)
+        steps_s, run = run_under(values, plan, Path(root), functools.partial(replanner, plan, left))
         why = json.loads((run.path / "plan.json").read_text()).get("why", [])
         followed = Plan.load(run.path / "plan.toml")
     tell(run="replans", plan=followed.structure, steps_s=[round(s, 2) for s in steps_s], why=why)
