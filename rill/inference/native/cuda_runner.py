@@ -152,7 +152,8 @@ class CudaRunner(ModelRunner):
         if self._cached == (num_blocks, self.cache_shape):
             self._cache_pool.take_back()
             for keys, values in self.cache:
-                keys.zero_(), values.zero_()
+                keys.zero_()
+                values.zero_()
             if self._experts_SLK is not None:
                 self._experts_SLK.fill_(UNKNOWN)
         else:
@@ -448,12 +449,12 @@ class WeightOffload:
         torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        if self.pool is not None:
-            self.pool.take_back()
-        else:
-            self.pool = DevicePool(self._device)
-            with self.pool.use():
-                for storage, host in self._held:
+        """May be called again where there was no room for all of them."""
+        self.pool = self.pool or DevicePool(self._device)
+        self.pool.take_back()
+        with self.pool.use():
+            for storage, host in self._held:
+                if storage.nbytes() == 0:  # not in the pool yet
                     storage.resize_(host.numel())
         for storage, host in self._held:
             _bytes_of(storage, self._device).copy_(host, non_blocking=True)

@@ -27,8 +27,8 @@ _GRANULE = 2 << 20
 """Memory is mapped in multiples of this; torch asks for such sizes anyway."""
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-_CALLBACKS: list[Any] = []
-"""torch may call them for as long as one of their tensors lives."""
+_KEPT: list[Any] = []
+"""Allocators and their callbacks: torch may call them for as long as one of their tensors lives."""
 
 
 class DevicePool:
@@ -39,9 +39,10 @@ class DevicePool:
         self._handles: dict[int, int] = {}
         """Of the memory behind a range that has some."""
         callbacks = _Allocate(self._allocate), _Free(self._free)
-        _CALLBACKS.append(callbacks)
         allocate, free = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in callbacks)
-        self._pool = torch.cuda.MemPool(torch._C._cuda_customAllocator(allocate, free))
+        allocator = torch._C._cuda_customAllocator(allocate, free)
+        _KEPT.append((callbacks, allocator))
+        self._pool = torch.cuda.MemPool(allocator)
 
     def use(self) -> AbstractContextManager[None]:
         """For what this thread allocates."""
