@@ -464,8 +464,8 @@ def fp8_attention() -> None:
     rows, tokens, layers = 256, 280, 4
     blocks = -(-tokens // 16)
     numbers = np.arange(rows, dtype=np.int32)
-    entries, runs = work_in_runs(np.full(rows, tokens, dtype=np.int32), numbers, rows)
-    work = DecodeWork(torch.from_numpy(entries).cuda(), runs)
+    entries, _, runs = work_in_runs(np.full(rows, tokens, dtype=np.int32), numbers, rows)
+    work = DecodeWork(torch.from_numpy(entries).cuda(), runs, None)
     tables = torch.arange(1, rows * blocks + 1, dtype=torch.int32, device="cuda").view(rows, blocks)
     query = torch.randn(rows, 16 * 128, device="cuda").bfloat16()
     size = (layers, 2, rows * blocks + 1, 16, 2, 128)

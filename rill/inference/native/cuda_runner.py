@@ -101,7 +101,7 @@ class CudaRunner(ModelRunner):
         self._host_numbers = [torch.empty(shape_KS, dtype=torch.int32, pin_memory=True) for _ in range(3)]
         self._turn = 0
         self._collector = CollectorHold()
-        words = 8 * (max_batched_tokens + max_num_seqs) + 2 * max_num_seqs * self._num_columns + 1024
+        words = 9 * (max_batched_tokens + max_num_seqs) + 2 * max_num_seqs * self._num_columns + 1024
         words += (max_batched_tokens if batch_invariant else max_num_seqs) * MAX_OWN_PIECES * WORDS
         # A step uploads at most four times, and two turns are under way.
         num_staging = 2 * (4 * num_scheduler_steps + 1)
@@ -331,7 +331,7 @@ class CudaRunner(ModelRunner):
             for offset in range(0, counts[row], PREFILL_TILE)
         ]
         flat_tiles = np.array(tiles, dtype=np.int32).reshape(-1)
-        work, runs = work_in_runs(lens[:num_decodes], slots[:num_decodes], self.max_num_seqs)
+        work, pieces, runs = work_in_runs(lens[:num_decodes], slots[:num_decodes], self.max_num_seqs)
         arrays = [
             batch.token_ids_N.astype(np.int32),
             batch.positions_N.astype(np.int32),
@@ -341,13 +341,14 @@ class CudaRunner(ModelRunner):
             slots,
             flat_tiles,
             work.reshape(-1),
+            pieces,
             batch.sampled_rows_S.astype(np.int32),
             batch.sampled_slots_S,
             *sampling_columns(batch.sampling),
         ]
-        ids, positions, kv_slots, starts, lens_on, slots_on, tile_words, work_on, rows_S, *columns = (
-            self._upload(arrays)
-        )
+        (
+            ids, positions, kv_slots, starts, lens_on, slots_on, tile_words, work_on, pieces_on, rows_S, *columns
+        ) = self._upload(arrays)  # fmt: skip
         self._push_tables(batch)
         count = batch.num_decodes
         if count:
@@ -359,7 +360,7 @@ class CudaRunner(ModelRunner):
             block_tables_BM=self._tables,
             num_decodes=num_decodes,
             table_rows_B=slots_on,
-            decode_work=DecodeWork(work_on, runs) if num_decodes else None,
+            decode_work=DecodeWork(work_on, runs, pieces_on) if num_decodes else None,
             prefill_tiles=tile_words.view(-1, 2) if tiles else None,
         )
         return paged, ids, positions, rows_S, columns

@@ -2,12 +2,12 @@
 
 A graph reads its inputs from fixed places on the device, filled by one copy before it is replayed:
 
-    ids │ positions │ kv slots │ context lengths │ table rows │ 1/temperature │ greedy │ uniform │ adapters │ work list
-    ◄──────────── one column of max_num_seqs words each ─────────────────────────────────────────────────►
+    ids │ positions │ kv slots │ context lengths │ table rows │ 1/temperature │ greedy │ uniform │ adapters │ pieces │ …
+    ◄──────────── one column of max_num_seqs words each, then attention's work list
 
 There is one for each of a few batch sizes, captured before the first request with a work list of attention that most
-batches fit in; for lists of two, four, … times as many entries, for adapters and for prompts that rows share on first
-use. Rows beyond the batch write to the null block and have no part in the list.
+batches fit in; on first use for lists of two, four, … times as many entries, for rows that are cut where most are not,
+for adapters and for prompts that rows share. Rows beyond the batch write to the null block and are not in the list.
 
 Sampling stays outside: it is two launches, and its variants would multiply the graphs.
 """
@@ -34,7 +34,9 @@ from rill.models.decode.decode_work import (
     MIN_SHARED,
     WORDS,
     DecodeWork,
+    Run,
     SharedWork,
+    pieces_of,
     shared_work,
     spread,
     work_list,
@@ -43,13 +45,13 @@ from rill.models.decode.low_rank import NO_ADAPTER
 
 Array = npt.NDArray[np.int32]
 
-NUM_PROGRAMS = 256
-"""Of attention, that keep a device busy: about two to a multiprocessor."""
+NUM_PROGRAMS = 512
+"""Of attention, that keep a device busy: about four to a multiprocessor."""
 MIN_SHARED_ENTRIES = 64
-NUM_COLUMNS = 9
+NUM_COLUMNS = 10
 SAMPLING_COLUMNS = range(4, 8)
 """Table rows, 1/temperature, greedy, uniform: what the sampler reads."""
-ADAPTER_COLUMN = 8
+ADAPTER_COLUMN, PIECES_COLUMN = 8, 9
 NUM_LARGE = 6
 
 RunStep = Callable[[torch.Tensor, torch.Tensor, PagedBatch, "torch.Tensor | None"], torch.Tensor]
@@ -65,6 +67,8 @@ class GraphKey(NamedTuple):
     size: int
     num_entries: int
     """Of the attention's work list."""
+    is_cut: bool
+    """Some row is more than one piece."""
     has_adapters: bool
     num_shared: int = 0
     """Entries of the list of what rows share."""
@@ -100,7 +104,7 @@ class DecodeGraphs:
         self._shared = torch.zeros(
             self._num_shared_words(max_num_seqs), dtype=torch.int32, device=tables.device
         )
-        self._fills = (0, 0, 0, 1, max_num_seqs, 0, 0, 0, NO_ADAPTER)
+        self._fills = (0, 0, 0, 1, max_num_seqs, 0, 0, 0, NO_ADAPTER, 0)
         self._columns_of: dict[int, list[torch.Tensor]] = {}
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         """And the logits that it writes."""
@@ -122,13 +126,22 @@ class DecodeGraphs:
     def capture_all(self) -> None:
         """One for every size, with the list that most batches need; largest first, so that others reuse its memory."""
         for size in reversed(self._sizes):
-            key = GraphKey(size, self._least_entries(size), has_adapters=False)
+            is_cut = size < self._num_entries
+            key = GraphKey(size, self._least_entries(size), is_cut, has_adapters=False)
             self._graphs[key] = self._capture(key)
 
     def replay(self, batch: StepBatch, adapters_B: Array | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Logits, of which the first num_seqs rows count, and the sampler's columns."""
         count = batch.num_seqs
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
+        lens = batch.context_lens_B
+        shared = self._shared_of(batch) if self.shares_prefixes else None
+        tokens_B = None if shared is None else shared.tokens_B
+        own = lens if tokens_B is None else lens - tokens_B
+        piece = None if self._is_invariant else spread(own, self._num_entries)
+        work = work_list(lens, batch.slots_B, piece, tokens_B)
+        pieces_B = pieces_of(work, count)
+        is_cut = size < self._num_entries or bool(pieces_B.max() > 1)
         columns = [
             batch.token_ids_N,
             batch.positions_N,
@@ -137,13 +150,8 @@ class DecodeGraphs:
             batch.slots_B,
             *sampling_columns(batch.sampling),
             NO_ADAPTER if adapters_B is None else adapters_B,
+            pieces_B,
         ]
-        lens = batch.context_lens_B
-        shared = self._shared_of(batch) if self.shares_prefixes else None
-        tokens_B = None if shared is None else shared.tokens_B
-        own = lens if tokens_B is None else lens - tokens_B
-        piece = None if self._is_invariant else spread(own, self._num_entries)
-        work = work_list(lens, batch.slots_B, piece, tokens_B)
         num_entries = self._least_entries(size)
         while num_entries < len(work):
             num_entries *= 2
@@ -154,7 +162,7 @@ class DecodeGraphs:
         view[self._work_at + work.size : end] = 0  # an entry of zeros is no work
         self._upload.send(end, self._inputs)
         num_shared = 0 if shared is None else self._send_shared(shared)
-        key = GraphKey(size, num_entries, adapters_B is not None, num_shared)
+        key = GraphKey(size, num_entries, is_cut, adapters_B is not None, num_shared)
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
         graph, logits_BV = self._graphs[key]
@@ -199,7 +207,10 @@ class DecodeGraphs:
         return found
 
     def _least_entries(self, size: int) -> int:
-        return max(size, 2 * self._num_entries)  # a few empty entries are cheaper than another graph
+        """What spread() makes of so many rows; a few empty entries are cheaper than another graph."""
+        if size >= self._num_entries:
+            return size
+        return min(size * MAX_PIECES, self._num_entries + size)
 
     def _column(self, index: int) -> torch.Tensor:
         return self._inputs[index * self._stride : (index + 1) * self._stride]
@@ -211,7 +222,8 @@ class DecodeGraphs:
         end = self._shared_at + key.num_shared * WORDS
         work = DecodeWork(
             self._inputs[self._work_at :],
-            ((0, 0, key.num_entries),),
+            (Run(0, size, 0, key.num_entries),),
+            self._column(PIECES_COLUMN)[:size] if key.is_cut else None,
             members=self._shared[: self._shared_at],
             shared=self._shared[self._shared_at : end].view(-1, WORDS) if key.num_shared else None,
         )

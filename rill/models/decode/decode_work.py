@@ -20,7 +20,7 @@ Axes: B row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,13 +47,22 @@ MIN_ROWS, MIN_SHARED = 4, 512
 """Fewer rows, or fewer tokens, are not worth a launch."""
 
 
+class Run(NamedTuple):
+    """Rows whose parts the buffers hold at one time, and what the list says of them."""
+
+    first_row: int
+    num_rows: int
+    first_entry: int
+    num_entries: int
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
     """A list on the device."""
 
     entries: Tensor  # int32 [entries, WORDS]; an entry of zeros is no work
-    runs: tuple[tuple[int, int, int], ...]
-    """(first row, first entry, number of entries), one launch each: buffers hold so many rows at a time."""
+    runs: tuple[Run, ...]
+    pieces: Tensor | None  # int32 [rows]: that are to be joined; None: every row is one
     members: Tensor | None = None  # int32 [groups, GROUP_ROWS]; -1: none
     shared: Tensor | None = None  # int32 [entries, WORDS] of groups, as many as are launched
 
@@ -69,7 +78,9 @@ class SharedWork:
 
 
 def spread(lengths_B: Array, num_entries: int) -> int | None:
-    """Tokens in a piece with which these contexts are about num_entries of them; None: they are more as it is."""
+    """Tokens in a piece with which these contexts are about num_entries of them; None: they are as many as it is."""
+    if len(lengths_B) >= num_entries:
+        return None
     piece = -(-int(lengths_B.sum()) // (num_entries * TILE)) * TILE
     return piece if piece <= PIECE else None
 
@@ -140,17 +151,26 @@ def _entries(
     return words[np.argsort(begins - ends, kind="stable")]
 
 
+def pieces_of(entries: Array, num_rows: int) -> Array:
+    """[rows]: how many pieces each is made of, those that it shares included."""
+    pieces: Array = np.zeros(num_rows, dtype=np.int32)
+    pieces[entries[:, 0]] = entries[:, 2] + entries[:, 7]
+    return pieces
+
+
 def work_in_runs(
     lengths_B: Array, table_rows_B: Array, max_rows: int
-) -> tuple[Array, tuple[tuple[int, int, int], ...]]:
-    """The list for any number of rows, and the runs of it that belong to max_rows rows each."""
+) -> tuple[Array, Array, tuple[Run, ...]]:
+    """The list for any number of rows, each row's pieces, and the runs of it that belong to max_rows rows each."""
     lists: list[Array] = [np.zeros((0, WORDS), dtype=np.int32)]
-    runs: list[tuple[int, int, int]] = []
+    runs: list[Run] = []
     num_entries = 0
     for start in range(0, len(lengths_B), max_rows):
-        part = work_list(lengths_B[start : start + max_rows], table_rows_B[start : start + max_rows])
+        lengths = lengths_B[start : start + max_rows]
+        part = work_list(lengths, table_rows_B[start : start + max_rows])
         part[:, 0] += start
         lists.append(part)
-        runs.append((start, num_entries, len(part)))
+        runs.append(Run(start, len(lengths), num_entries, len(part)))
         num_entries += len(part)
-    return np.concatenate(lists), tuple(runs)
+    entries = np.concatenate(lists)
+    return entries, pieces_of(entries, len(lengths_B)), tuple(runs)

@@ -136,9 +136,9 @@ def _rows(lengths: list[int], positions_N: Array, slots_N: Tensor, tables: Tenso
     """Each token as a row that generates, with the context up to itself."""
     lens = positions_N + 1
     table_rows = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    entries, runs = work_in_runs(lens, table_rows, ROWS_AT_ONCE)
-    lens_on, rows_on, entries_on = (
-        torch.from_numpy(a).to(tables.device) for a in (lens, table_rows, entries)
+    entries, pieces, runs = work_in_runs(lens, table_rows, ROWS_AT_ONCE)
+    lens_on, rows_on, entries_on, pieces_on = (
+        torch.from_numpy(a).to(tables.device) for a in (lens, table_rows, entries, pieces)
     )
     return PagedBatch(
         slots_N=slots_N,
@@ -147,5 +147,5 @@ def _rows(lengths: list[int], positions_N: Array, slots_N: Tensor, tables: Tenso
         block_tables_BM=tables,
         num_decodes=len(lens),
         table_rows_B=rows_on,
-        decode_work=DecodeWork(entries_on, runs),
+        decode_work=DecodeWork(entries_on, runs, pieces_on),
     )

@@ -1,7 +1,7 @@
-"""Decode attention over the paged cache, in one launch: one query per row, every key/value head read once.
+"""Decode attention over the paged cache: one query per row, every key/value head read once.
 
-There is one program for each entry of the work list (rill.models.decode.decode_work) and key/value head. The program
-that finishes a row's last piece joins them, in the order of the pieces, so a row has the same bits whatever the batch.
+There is one program for each entry of the work list (rill.models.decode.decode_work) and key/value head. Where rows are
+cut, a launch behind it joins their pieces, in their order, so a row has the same bits whatever the batch.
 What a group of rows has in common is read once for all of them by a launch before, whose parts are joined too.
 The list is data: a captured graph serves every mixture of lengths whose list fits its number of programs.
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rill.models.decode.attention_paged import LayerCache
-from rill.models.decode.decode_work import GROUP_ROWS, MAX_PIECES, TILE, WORDS, DecodeWork
+from rill.models.decode.decode_work import GROUP_ROWS, MAX_PIECES, TILE, WORDS, DecodeWork, Run
 from rill.models.eager import ScoreRule
 from rill.models.ops.triton_fp8 import as_read, widened_pairs
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
@@ -22,39 +22,24 @@ from rill.models.ops.triton_language import await_inputs, early_launch, power_of
 
 @triton.jit
 def _join(  # type: ignore[no-untyped-def]
-    part_ptr, stat_ptr, out_ptr, row, kv, num_pieces, H: tl.constexpr, G: tl.constexpr, GJ: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, MAX_PIECES: tl.constexpr,
+    part_ptr, stat_ptr, pieces_ptr, out_ptr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    MAX_PIECES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row's pieces become its output. Reads past the first-level cache, which others' writes do not reach."""
-    g = tl.arange(0, GJ)
-    d = tl.arange(0, DP)
-    n = tl.arange(0, MAX_PIECES)
-    base = (row * H + kv * G + g) * MAX_PIECES
-    there = (g < G)[:, None] & (n < num_pieces)[None, :]
-    at_stat = (base[:, None] + n[None, :]) * 2
-    tops = tl.load(stat_ptr + at_stat, mask=there, other=-1e30, cache_modifier=".cg")
-    sums = tl.load(stat_ptr + at_stat + 1, mask=there, other=0.0, cache_modifier=".cg")
-    best = tl.max(tops, axis=1)
-    total = tl.sum(sums * tl.exp(tops - best[:, None]), axis=1)
-    acc = tl.zeros([GJ, DP], tl.float32)
-    for first in range(0, num_pieces, 8):
-        for step in tl.static_range(8):  # eight loads under way at a time
-            piece = first + step
-            mine = (g < G) & (piece + 0 * g < num_pieces)
-            its_top = tl.load(stat_ptr + (base + piece) * 2, mask=mine, other=-1e30, cache_modifier=".cg")
-            its_part = tl.load(
-                part_ptr + (base + piece)[:, None] * DP + d[None, :],
-                mask=mine[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            acc += tl.exp(its_top - best)[:, None] * its_part
-    acc = acc / tl.where(g < G, total, 1.0)[:, None]
-    tl.store(
-        out_ptr + (kv * G + g)[:, None] * D + d[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=(g < G)[:, None] & (d < D)[None, :],
-    )
+    """One head of one row: its pieces become its output."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_pieces = tl.load(pieces_ptr + row)
+    await_inputs(PDL)  # every program: whoever comes next waits for this kernel alone
+    if num_pieces > 1:
+        d, n = tl.arange(0, DP), tl.arange(0, MAX_PIECES)
+        there = n < num_pieces
+        at = (row * H + head) * MAX_PIECES + n
+        tops = tl.load(stat_ptr + at * 2, mask=there, other=-1e30)
+        sums = tl.load(stat_ptr + at * 2 + 1, mask=there, other=0.0)
+        parts = tl.load(part_ptr + at[:, None] * DP + d[None, :], mask=there[:, None], other=0.0)
+        shares = tl.exp(tops - tl.max(tops, axis=0))
+        out = tl.sum(shares[:, None] * parts, axis=0) / tl.sum(shares * sums, axis=0)
+        to = out_ptr + (row * H + head) * D + d
+        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
@@ -109,17 +94,10 @@ def attend(  # type: ignore[no-untyped-def]
     return acc, top, total
 
 
-@triton.jit
-def _store_part(part_ptr, stat_ptr, at, acc, top, total, is_mine, DP: tl.constexpr):  # type: ignore[no-untyped-def]
-    tl.store(part_ptr + at[:, None] * DP + tl.arange(0, DP)[None, :], acc, mask=is_mine[:, None])
-    tl.store(stat_ptr + at * 2, top, mask=is_mine)
-    tl.store(stat_ptr + at * 2 + 1, total, mask=is_mine)
-
-
 @triton.jit(do_not_specialize=["first_entry", "first_row"])
 def _decode(  # type: ignore[no-untyped-def]
     q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, work_ptr, first_entry, first_row, members_ptr,
-    out_ptr, part_ptr, stat_ptr, count_ptr, sinks_ptr, scale, window, cap,
+    out_ptr, part_ptr, stat_ptr, sinks_ptr, scale, window, cap,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, GJ: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr,
@@ -132,8 +110,7 @@ def _decode(  # type: ignore[no-untyped-def]
     entry = work_ptr + (first_entry + tl.program_id(0) // K) * WORDS
     seq = tl.load(entry)
     piece = tl.load(entry + 1)
-    num_own = tl.load(entry + 2)
-    num_pieces = num_own + tl.load(entry + 7)
+    num_pieces = tl.load(entry + 2) + tl.load(entry + 7)
     table = tables_ptr + tl.load(entry + 3).to(tl.int64) * table_stride
     begin = tl.load(entry + 4)
     end = tl.load(entry + 5)
@@ -166,21 +143,13 @@ def _decode(  # type: ignore[no-untyped-def]
             BLOCK_SIZE, TILE, HAS_CAP, WIDEN, PRECISION,
         )  # fmt: skip
         at = ((row - first_row) * H + head) * MAX_PIECES + piece
-        if ROWS > 1:
-            _store_part(part_ptr, stat_ptr, at, acc, top, total, is_mine, DP)
-        elif num_pieces == 1:
+        if (ROWS > 1) | (num_pieces > 1):
+            tl.store(part_ptr + at[:, None] * DP + d[None, :], acc, mask=is_mine[:, None])
+            tl.store(stat_ptr + at * 2, top, mask=is_mine)
+            tl.store(stat_ptr + at * 2 + 1, total, mask=is_mine)
+        else:
             to = out_ptr + (row * H + head)[:, None] * D + d[None, :]
             tl.store(to, (acc / total[:, None]).to(q.dtype), mask=inside)
-        else:
-            _store_part(part_ptr, stat_ptr, at, acc, top, total, is_mine, DP)
-            tl.debug_barrier()  # every thread's part is written before this program is counted
-            counter = count_ptr + (seq - first_row) * K + kv
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_own - 1:
-                tl.store(counter, 0)  # ready for the next layer
-                out_row = out_ptr + row * H * D
-                _join(
-                    part_ptr, stat_ptr, out_row, seq - first_row, kv, num_pieces, H, G, GJ, D, DP, MAX_PIECES
-                )
 
 
 class DecodeAttention:
@@ -198,7 +167,6 @@ class DecodeAttention:
         parts = max_rows * num_heads * MAX_PIECES
         self._part = torch.empty(parts * self.dim_padded, dtype=torch.float32, device=device)
         self._stat = torch.empty(parts * 2, dtype=torch.float32, device=device)
-        self._count = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -215,11 +183,10 @@ class DecodeAttention:
         keys, values, widen = as_read(*cache, query_BW)
         joined = max(2, power_of_2(group))
 
-        def launch(entries: Tensor, run: tuple[int, int, int], **rows: int) -> None:
-            first_row, first_entry, num_entries = run
-            _decode[(num_entries * self._kv_heads,)](
-                query_BW, query_BW.shape[1], keys, values, tables, tables.stride(0), entries, first_entry, first_row,
-                work.members, out, self._part, self._stat, self._count, sinks_H, scale, window, softcap,
+        def launch(entries: Tensor, run: Run, **rows: int) -> None:
+            _decode[(run.num_entries * self._kv_heads,)](
+                query_BW, query_BW.shape[1], keys, values, tables, tables.stride(0), entries, run.first_entry,
+                run.first_row, work.members, out, self._part, self._stat, sinks_H, scale, window, softcap,
                 H=self._heads, K=self._kv_heads, D=self._dim, DP=self.dim_padded, GJ=joined, BLOCK_SIZE=block_size,
                 TILE=TILE, MAX_PIECES=MAX_PIECES, WORDS=WORDS, HAS_WINDOW=window > 0, HAS_CAP=softcap > 0,
                 HAS_SINKS=sinks_H is not None, WIDEN=widen, PRECISION=precision(query_BW.dtype),
@@ -229,7 +196,19 @@ class DecodeAttention:
 
         if work.shared is not None:
             assert window == 0, "rows with a window share nothing"
-            whole = (0, 0, len(work.shared))
-            launch(work.shared, whole, ROWS=GROUP_ROWS, M=GROUP_ROWS * joined, num_warps=8)
+            launch(
+                work.shared,
+                Run(0, 0, 0, len(work.shared)),
+                ROWS=GROUP_ROWS,
+                M=GROUP_ROWS * joined,
+                num_warps=8,
+            )
         for run in work.runs:
             launch(work.entries, run, ROWS=1, M=max(16, power_of_2(group)), num_warps=self.num_warps)
+            if work.pieces is not None:
+                rows = slice(run.first_row, run.first_row + run.num_rows)
+                _join[(run.num_rows, self._heads)](
+                    self._part, self._stat, work.pieces[rows], out[rows], H=self._heads, D=self._dim,
+                    DP=self.dim_padded, MAX_PIECES=MAX_PIECES, num_warps=max(1, self.dim_padded // 128),
+                    **early_launch(query_BW.device),
+                )  # fmt: skip

@@ -55,19 +55,21 @@ def test_the_pieces_of_a_row_cover_its_context_once(lengths: list[int], num_entr
 def test_the_cut_of_a_row_depends_on_nothing_but_its_length(lengths: list[int], max_rows: int) -> None:
     given_lengths = np.array(lengths, dtype=np.int32)
     tables = np.zeros(len(lengths), dtype=np.int32)
-    words, runs = work_in_runs(given_lengths, tables, max_rows)
-    assert [first for first, _, _ in runs] == list(range(0, len(lengths), max_rows))
-    assert sum(count for _, _, count in runs) == len(words)
-    for first_row, first_entry, count in runs:
-        rows = words[first_entry : first_entry + count, 0]
-        assert rows.min() >= first_row and rows.max() < first_row + max_rows
+    words, pieces_B, runs = work_in_runs(given_lengths, tables, max_rows)
+    assert [run.first_row for run in runs] == list(range(0, len(lengths), max_rows))
+    assert sum(run.num_entries for run in runs) == len(words)
+    for run in runs:
+        rows = words[run.first_entry : run.first_entry + run.num_entries, 0]
+        assert set(rows) == set(range(run.first_row, run.first_row + run.num_rows))
     for row, pieces in by_row(words).items():
         assert pieces == by_row(work_list(given_lengths[row : row + 1], tables[:1]))[0]
+        assert pieces_B[row] == len(pieces)
 
 
 def test_little_work_is_cut_finer_than_much() -> None:
     few, many = np.full(4, 2000, dtype=np.int32), np.full(256, 2000, dtype=np.int32)
     assert spread(few, 128) == TILE and spread(many, 128) is None
+    assert spread(np.full(128, 10, dtype=np.int32), 128) is None, "each is one piece, and they are enough"
     assert len(work_list(few, few, TILE)) == 4 * MAX_PIECES
     assert len(work_list(few, few)) == 4 * 8
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rill.models.decode.attention_paged import LayerCache
-from rill.models.decode.decode_work import DecodeWork, shared_work, work_in_runs, work_list
+from rill.models.decode.decode_work import DecodeWork, Run, pieces_of, shared_work, work_in_runs, work_list
 from rill.models.eager import ScoreRule
 from tests.models.ops.reference import attend_one
 
@@ -50,11 +50,11 @@ def test_decode_attention_of_unequal_lengths(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, max_rows=max_rows, device=torch.device("cuda")
     )
     rows = np.arange(len(lengths), dtype=np.int32)
-    entries, runs = work_in_runs(lengths, rows, max_rows)
-    work = DecodeWork(torch.from_numpy(entries).cuda(), runs)
+    entries, pieces, runs = work_in_runs(lengths, rows, max_rows)
+    work = DecodeWork(torch.from_numpy(entries).cuda(), runs, torch.from_numpy(pieces).cuda())
     rule = ScoreRule(dim**-0.5, window, softcap, sinks)
     found = []
-    for _ in range(2):  # the second launch finds the counters as the first one left them
+    for _ in range(2):  # the second launch finds the parts that the first one left
         out = torch.full((len(lengths), heads, dim), float("nan"), dtype=dtype, device="cuda")
         attend(query, LayerCache(keys, values), tables, work, out, rule)
         found.append(out)
@@ -101,7 +101,8 @@ def test_what_rows_share_is_read_once_and_counts_for_each(
     )
     work = DecodeWork(
         torch.from_numpy(entries).cuda(),
-        ((0, 0, len(entries)),),
+        (Run(0, len(lengths), 0, len(entries)),),
+        torch.from_numpy(pieces_of(entries[:-3], len(lengths))).cuda(),
         members=torch.from_numpy(shared.members).cuda(),
         shared=torch.from_numpy(shared.entries).cuda(),
     )

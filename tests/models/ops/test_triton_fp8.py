@@ -191,7 +191,7 @@ def test_attention_over_keys_and_values_of_8_bits(window: int) -> None:
     for row, (count, end) in enumerate(zip(counts.tolist(), ends.tolist(), strict=True)):
         tables[row, :count] = torch.arange(end - count + 1, end + 1)
     query = randn(22, heads * dim)
-    entries, runs = work_in_runs(lengths[:2], np.arange(2, dtype=np.int32), 8)
+    entries, pieces, runs = work_in_runs(lengths[:2], np.arange(2, dtype=np.int32), 8)
     batch = PagedBatch(
         slots_N=torch.zeros(22, dtype=torch.int64, device=DEVICE),
         query_starts_B1=torch.tensor([0, 1, 2, 22], dtype=torch.int32, device=DEVICE),
@@ -199,7 +199,9 @@ def test_attention_over_keys_and_values_of_8_bits(window: int) -> None:
         block_tables_BM=tables.to(DEVICE),
         num_decodes=2,
         table_rows_B=torch.arange(3, dtype=torch.int32, device=DEVICE),
-        decode_work=DecodeWork(torch.from_numpy(entries).to(DEVICE), runs),
+        decode_work=DecodeWork(
+            torch.from_numpy(entries).to(DEVICE), runs, torch.from_numpy(pieces).to(DEVICE)
+        ),
         prefill_tiles=torch.tensor([[2, 0]], dtype=torch.int32, device=DEVICE),
     )
     rule = ScoreRule(dim**-0.5, window)
