@@ -16,11 +16,12 @@ from rill.models.ops.triton_language import await_inputs, early_launch, power_of
 @triton.jit
 def store_fp8(x, out_ptr, scale_ptr, row, size, at, mask):  # type: ignore[no-untyped-def]
     """One row of float32, whole in this program; what is masked is 0."""
-    _store(x, tl.max(tl.abs(x), axis=0), out_ptr, scale_ptr, row, size, at, mask)
+    store_scaled(x, tl.max(tl.abs(x), axis=0), out_ptr, scale_ptr, row, size, at, mask)
 
 
 @triton.jit
-def _store(x, largest, out_ptr, scale_ptr, row, size, at, mask):  # type: ignore[no-untyped-def]
+def store_scaled(x, largest, out_ptr, scale_ptr, row, size, at, mask):  # type: ignore[no-untyped-def]
+    """A part of a row, or all of it, with the row's largest magnitude."""
     largest = tl.maximum(largest, 1e-12)
     tl.store(scale_ptr + row, largest / 448.0)
     tl.store(out_ptr + row * size + at, (x * (448.0 / largest)).to(tl.float8e4nv), mask=mask)
@@ -88,7 +89,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     mask = at < size
     x = tl.load(x_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
     if HAS_LARGEST:
-        _store(x, tl.load(largest_ptr).to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
+        store_scaled(x, tl.load(largest_ptr).to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
     else:
         store_fp8(x, out_ptr, scale_ptr, row, size, at, mask)
 

@@ -19,7 +19,7 @@ from rill.models.decode.structure import HeadNorms, Norm
 from rill.models.eager import ScoreRule
 from rill.models.ops.fp8 import NO_SCALES, Activations, Fp8Rows, ProductScales, values_and_scales
 from rill.models.ops.triton_decode import DecodeAttention, attend
-from rill.models.ops.triton_fp8 import as_read, cached, scaled, store_fp8
+from rill.models.ops.triton_fp8 import as_read, cached, scaled, store_fp8, store_scaled
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
 PREFILL_TILE = 64
@@ -95,25 +95,43 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _act_mul(  # type: ignore[no-untyped-def]
-    x_ptr, xs_ptr, ws_ptr, out_ptr, scale_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, TO_FP8: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     gate = tl.load(x_ptr + row * 2 * size + at, mask=mask, other=0.0)
-    kind = gate.dtype
     up = tl.load(x_ptr + row * 2 * size + size + at, mask=mask, other=0.0)
-    if TO_FP8:
-        x_scale = tl.load(xs_ptr + row)
-        gate = scaled(gate, x_scale * tl.load(ws_ptr), ws_ptr, at, mask, False)
-        up = scaled(up, x_scale * tl.load(ws_ptr + size), ws_ptr, at, mask, False)
-    out = activated(gate, up, kind, GELU)
-    if TO_FP8:  # a row is one program's
-        store_fp8(out.to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
-    else:
-        tl.store(out_ptr + row * size + at, out, mask=mask)
+    tl.store(out_ptr + row * size + at, activated(gate, up, gate.dtype, GELU), mask=mask)
+
+
+@triton.jit
+def _act_mul_fp8(  # type: ignore[no-untyped-def]
+    x_ptr, xs_ptr, ws_ptr, out_ptr, scale_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, NUM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One row, whose scale needs all of it: held in NUM blocks of the model's precision, few registers to a thread."""
+    row = tl.program_id(0).to(tl.int64)
+    gate_scale, up_scale = tl.load(ws_ptr), tl.load(ws_ptr + size)
+    await_inputs(PDL)
+    x_scale = tl.load(xs_ptr + row)
+    most = tl.zeros([BLOCK], tl.float32)
+    made = ()
+    for block in tl.static_range(NUM):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        mask = at < size
+        gate = tl.load(x_ptr + row * 2 * size + at, mask=mask, other=0.0)
+        up = tl.load(x_ptr + row * 2 * size + size + at, mask=mask, other=0.0)
+        gate = scaled(gate, x_scale * gate_scale, ws_ptr, at, mask, False)
+        up = scaled(up, x_scale * up_scale, ws_ptr, at, mask, False)
+        out = activated(gate, up, gate.dtype, GELU)
+        most = tl.maximum(most, tl.abs(out.to(tl.float32)))
+        made = made + (out,)  # type: ignore[assignment]
+    largest = tl.max(most, axis=0)
+    for block in tl.static_range(NUM):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        store_scaled(made[block].to(tl.float32), largest, out_ptr, scale_ptr, row, size, at, at < size)
 
 
 @triton.jit
@@ -299,13 +317,17 @@ class TritonKernels:
     def act_mul(self, gate_up: Tensor, scales: ProductScales = NO_SCALES, *, gelu: bool) -> Any:
         """`scales`: that the product lacks; the result has 8 bits then."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        to_fp8 = scales.x_B is not None
-        size = (rows, width)
-        made = Fp8Rows.empty(size, gate_up.device) if to_fp8 else gate_up.new_empty(size)
-        block = power_of_2(width) if to_fp8 else 2048  # a row's scale needs all of it
-        _act_mul[(rows, -(-width // block))](
-            gate_up, scales.x_B, scales.weight_N, *values_and_scales(made), width, GELU=gelu, BLOCK=block,
-            TO_FP8=to_fp8, num_warps=min(16, max(4, block // 1024)), **early_launch(gate_up.device),
+        early = early_launch(gate_up.device)
+        if scales.x_B is None:
+            out = gate_up.new_empty(rows, width)
+            _act_mul[(rows, -(-width // 2048))](
+                gate_up, out, width, GELU=gelu, BLOCK=2048, num_warps=4, **early
+            )
+            return out
+        made, block = Fp8Rows.empty((rows, width), gate_up.device), min(2048, power_of_2(width))
+        _act_mul_fp8[(rows,)](
+            gate_up, scales.x_B, scales.weight_N, *made, width, GELU=gelu, BLOCK=block, NUM=-(-width // block),
+            num_warps=8, **early,
         )  # fmt: skip
         return made
 
