@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from rill.cli.main import COMMANDS, app, explain
 from rill.errors import TrainingError, UnknownNameError, WorkerError
 from rill.registry import load_target
 from rill.telemetry.run import Run
+from tests import child
 
 DEADLINE_S = 240
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ def rill(*arguments: str, cwd: Path, **environment: str) -> subprocess.Completed
     return subprocess.run(
         [sys.executable, "-m", "rill.cli.main", *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env=child.environment(**environment),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -77,7 +77,7 @@ def test_a_model_that_nobody_knows_is_told_before_anything_heavy_is_imported(
         "except SystemExit as end: assert end.code == 2, end.code\n"
         "assert 'torch' not in sys.modules"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = child.environment()
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -190,7 +190,7 @@ def failing(how: str, cwd: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", FAILING_COMMAND, *options, "fail", how],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=child.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -251,7 +251,7 @@ def test_a_reward_in_the_current_folder_is_found_and_a_misspelt_one_is_named_bef
     misspelt = subprocess.run(
         [sys.executable, "-c", script, "config", "show", "demo", *overrides],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=child.environment(),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -20,6 +20,7 @@ from rill.journal.reader import LogReader
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run, RunStatus
 from rill.workflows.loop import StepReport
+from tests import child
 from tests.e2e.tiny import EXACT, INVARIANT, PPO, RECIPE, STEPS, fingerprint, resume, start
 
 DEADLINE_S = 240.0
@@ -30,7 +31,7 @@ class Command:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.log = folder / f"output-{time.monotonic_ns()}.txt"
-        environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "PYTHONUNBUFFERED": "1"}
+        environment = child.environment(PYTHONUNBUFFERED="1")
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", "from rill.cli.main import main; main()", "train", *arguments],

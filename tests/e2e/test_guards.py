@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from rill.errors import GuardError, RunError, StuckError
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import RunStatus
+from tests.child import environment
 from tests.e2e.faults import foreign_tokenizer
 from tests.e2e.tiny import RECIPE, as_command, resolved
 from tests.workflows.broken_transport import TRANSPORT
@@ -149,7 +149,7 @@ def test_a_run_on_a_disk_that_is_full_waits_until_there_is_room(tmp_path: Path) 
     rill = [sys.executable, "-c", "from rill.cli.main import main; main()", "train", str(RECIPE)]
     done = subprocess.run(
         ["unshare", "--map-root-user", "--mount", "sh", "-c", FULL, str(tmp_path), *rill],
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

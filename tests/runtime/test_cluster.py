@@ -25,20 +25,20 @@ from rill.runtime.handle import Handle
 from rill.runtime.process import backend, supervisor
 from rill.runtime.process.agent import Exited
 from rill.runtime.process.session import LOCK_NAME, SESSION_PREFIX, sweep
+from tests.child import environment
 from tests.runtime.leftovers import becomes_true, hub_pid, is_running, marked_processes, nothing_left
 from tests.runtime.workers import Echo
 
 pytestmark = pytest.mark.timeout(90)
 
 SCRIPT = Path(__file__).with_name("lifecycle_script.py")
-ROOT = Path(__file__).parents[2]
 
 
 class Driver:
     """A script that runs a cluster, and what it said about it."""
 
     def __init__(self, ending: str, cwd: Path | None = None) -> None:
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = environment()
         command = [sys.executable, str(SCRIPT), ending]
         self.process = subprocess.Popen(
             command, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -322,7 +322,7 @@ def kill_driver_after(wait_s: float, folder: Path) -> None:
     with nothing_left() as room:
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), "traffic", str(folder)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -14,8 +13,8 @@ import psutil
 import pytest
 
 from rill.runtime.process.session import SESSION_PREFIX, hold_session, open_session, shm_dir_of, sweep
+from tests.child import environment
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -78,7 +77,7 @@ def test_everything_killed_at_once_is_removed_by_the_next_session_wherever_it_st
     own, other = folder / "own", folder / "other"
     own.mkdir()
     other.mkdir()
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(own)}
+    env = environment(TMPDIR=str(own))
     driver = subprocess.Popen([sys.executable, "-c", SCRIPT], env=env, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     name, _ = driver.stdout.readline().split()

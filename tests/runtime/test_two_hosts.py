@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import child
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
@@ -67,13 +69,7 @@ def start_ray(host: str, tmp: Path, *options: str) -> subprocess.Popen[bytes]:
 
 
 def environment() -> dict[str, str]:
-    own = {
-        "PYTHONPATH": str(ROOT),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": TOKEN,
-    }
-    return {**os.environ, **own}
+    return child.environment(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN)
 
 
 @pytest.fixture
