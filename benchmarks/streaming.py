@@ -1,6 +1,6 @@
 """Overlap inside a synchronous step: streamed chunks against whole batches, on two device slots and a long-tailed task.
 
-    python benchmarks/streaming.py [--steps 12] [--groups 16] [--granularity 2] [--timeline out.json]
+    python benchmarks/streaming.py [--steps 12] [--groups 16] [--granularity 1] [--timeline out.json]
 
 One slot samples, the other trains, max_lag 0. The same recipe with flow.granularity = 0 (whole batches: one after the
 other) and with chunks (the trainer works on the first groups while the slow ones are still sampled), turn about in one
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--skip", type=int, default=2, help="steps that are not timed")
     parser.add_argument("--groups", type=int, default=16, help="prompts in a step, 8 samples each")
-    parser.add_argument("--granularity", type=int, default=2, help="prompts to a chunk")
+    parser.add_argument("--granularity", type=int, default=1, help="prompts to a chunk")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--median", type=int, default=96, help="tokens")
     parser.add_argument("--longest", type=int, default=512, help="tokens")
