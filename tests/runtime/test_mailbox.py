@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import random
@@ -34,7 +35,8 @@ KEY = SessionKey.new()
 
 
 class CuttingProxy:
-    """Stands before a mailbox; when told to, it swallows what comes for a moment, then cuts all connections."""
+    """Stands before a mailbox; when told to, it swallows what comes for a moment, then cuts all connections. Or it cuts
+    them once, after so many bytes."""
 
     def __init__(self, endpoint: str) -> None:
         if endpoint.startswith("ipc:"):
@@ -52,6 +54,7 @@ class CuttingProxy:
         self._ends: list[socket.socket] = []
         self._is_swallowing = False
         self.num_swallowed = self.num_passed = self.num_cut = 0
+        self.cut_after = math.inf
         threading.Thread(target=self._accept, daemon=True).start()
 
     def begin_to_swallow(self) -> None:
@@ -90,6 +93,9 @@ class CuttingProxy:
                 else:
                     sink.sendall(data)
                     self.num_passed += len(data)
+                if self.num_passed >= self.cut_after:
+                    self.cut_after = math.inf
+                    self.cut()
         source.close()
 
 
@@ -168,15 +174,14 @@ def test_a_connection_cut_in_the_middle_of_a_large_message_loses_and_doubles_not
     for box in boxes:
         box.start()
     proxy = CuttingProxy(there.endpoint)
+    proxy.cut_after = 8_000_000
     large = [bytes([n]) * 16_000_000 for n in range(3)]
     for one in large:
         here.post(proxy.endpoint, [b"n", one])
-    assert becomes_true(lambda: proxy.num_passed > 1_000_000)
-    proxy.cut()
     assert becomes_true(lambda: len(arrived) >= 3)
     time.sleep(0.1)
     assert arrived == large
-    assert proxy.num_passed > sum(map(len, large)) + 1_000_000, "some of it went twice"
+    assert proxy.num_cut == 1 and proxy.num_passed > sum(map(len, large)) + 7_000_000, "half of it went twice"
     proxy.close()
 
 
