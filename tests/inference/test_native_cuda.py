@@ -66,6 +66,59 @@ def test_samples_of_one_long_prompt_are_answered_as_if_each_were_read_alone() ->
         engine.close()
 
 
+def test_prompts_beside_generation_are_answered_from_graphs_as_without() -> None:
+    """Long and short ones, samples of one prompt, a prompt that goes on from another's last token in the same step, and
+    texts to be scored."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    config = ModelConfig(shape=SHAPES["qwen2"] | {"max_position_embeddings": 1024})
+    *running, long, short, shared = prompts((30, 50, 9, 400, 3, 64))
+    longer = np.concatenate([shared, short, short])
+    found = []
+    for cuda_graphs in (True, False):
+        engine = NativeEngine(
+            NativeEngine.Config(
+                model=config, device="cuda", dtype="float32", num_kv_blocks=1000, max_num_seqs=64,
+                max_batched_tokens=512, cuda_graphs=cuda_graphs,
+            )
+        )  # fmt: skip
+        runner: Any = engine._runner
+        replay, sizes = runner._replay_prompts, []
+        runner._replay_prompts = lambda batch, size, replay=replay, sizes=sizes: (
+            sizes.append((size, batch.num_running)), replay(batch, size)
+        )[1]  # fmt: skip
+        try:
+            begun = engine.submit(
+                [
+                    request(i, prompt, max_new_tokens=200, temperature=1.0, seed=i)
+                    for i, prompt in enumerate(running)
+                ]
+            )
+            answers = []
+            for turn in range(4):
+                asked = [shared] * 5 + [longer, long, short, longer, shared[: 20 + turn]]
+                answers += engine.generate(
+                    [
+                        request(f"{turn}-{i}", prompt, max_new_tokens=4, temperature=1.0, seed=i)
+                        for i, prompt in enumerate(asked)
+                    ],
+                    timeout_s=110,
+                )
+            scores = engine.score([long, short, shared])
+            answers += [future.result(timeout=110) for future in begun]
+        finally:
+            engine.close()
+        found.append((answers, scores))
+        assert bool(sizes) is cuda_graphs
+        if cuda_graphs:
+            assert any(num_running for _, num_running in sizes) and len({size for size, _ in sizes}) > 1
+    (answers, scores), (wanted, wanted_scores) = found
+    for one, again in zip(answers, wanted, strict=True):
+        assert one.token_ids.tolist() == again.token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, again.logprobs, atol=1e-4)
+    for one, again in zip(scores, wanted_scores, strict=True):
+        np.testing.assert_allclose(one, again, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("filters", [(0, 0.95, 0.0), (0, 0.5, 0.0), (50, 0.95, 0.0), (0, 0.3, 0.01)])
 def test_filtered_tokens_are_those_of_the_host(filters: tuple[int, float, float], dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,10 @@ class StepBatch:
     """The builder's own, by slot: whole blocks of the prompt, which samples of one prompt have in common."""
     table_updates: list[tuple[int, int, int]]
     """(slot, first column, end column) of what changed in `tables` since the batch before."""
+    num_running: int
+    """Sequences in the middle of generation: the first ones, a row each."""
     num_decodes: int
+    """Sequences with one new token, those and prompts' last."""
     sampled: list[Sequence]
     sampled_rows_S: Int64s
     """Index into N of each sampled sequence's newest token."""
@@ -77,6 +80,25 @@ class StepBatch:
     def is_decode_only(self) -> bool:
         """Every sequence has one new token, and samples the next."""
         return self.pictures is None and self.num_decodes == len(self.sampled_rows_S) == self.num_seqs
+
+    def running(self) -> StepBatch:
+        """The part of it that goes on with generation."""
+        count = self.num_running
+        return replace(
+            self,
+            token_ids_N=self.token_ids_N[:count],
+            positions_N=self.positions_N[:count],
+            kv_slots_N=self.kv_slots_N[:count],
+            slots_B=self.slots_B[:count],
+            query_starts_B1=self.query_starts_B1[: count + 1],
+            context_lens_B=self.context_lens_B[:count],
+            num_decodes=count,
+            sampled=self.sampled[:count],
+            sampled_rows_S=self.sampled_rows_S[:count],
+            sampled_slots_S=self.sampled_slots_S[:count],
+            sampling=self.sampling.first(count),
+            scored=[],
+        )
 
 
 class BatchBuilder:
@@ -184,6 +206,7 @@ class BatchBuilder:
             prefix_blocks=self._prefix_blocks,
             table_updates=updates,
             block_size=size,
+            num_running=len(seqs) - len(chunks),
             num_decodes=len(seqs) - sum(chunk.length > 1 for chunk in chunks),
             sampled=sampled,
             sampled_rows_S=query_starts_B1[1:][rows_S].astype(np.int64) - 1,

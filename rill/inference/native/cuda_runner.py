@@ -6,8 +6,8 @@
 Sampled tokens stay on the device in `last_tokens`, one per slot, where the next step picks them up; the host sees
 them when their copy has arrived. Block tables live on the device too and receive only what changed.
 
-A step of pure generation is replayed from a captured graph (decode_graphs.py); other steps are launched kernel by
-kernel.
+A step of pure generation is replayed from a captured graph (decode_graphs.py), one with short prompts from two, the
+prompts' (prompt_graphs.py) and that; other steps are launched kernel by kernel.
 
 Axes: N token of the flat batch, B sequence, S sampled row, V vocabulary.
 """
@@ -35,6 +35,7 @@ from rill.inference.native.model_runner import (
     TurnResult,
     refusal,
 )
+from rill.inference.native.prompt_graphs import PromptGraphs
 from rill.inference.native.sampler import SamplingBatch, likeliest, resample_masked
 from rill.inference.native.triton_sampler import TritonSampler
 from rill.models.decode.attention_paged import PagedBatch
@@ -103,9 +104,10 @@ class CudaRunner(ModelRunner):
         self._collector = CollectorHold()
         words = 9 * (max_batched_tokens + max_num_seqs) + 2 * max_num_seqs * self._num_columns + 1024
         words += (max_batched_tokens if batch_invariant else max_num_seqs) * MAX_OWN_PIECES * WORDS
-        # A step uploads at most four times, and two turns are under way.
-        num_staging = 2 * (4 * num_scheduler_steps + 1)
-        self._upload = Upload(words, DecodeGraphs.num_words(max_num_seqs), device, num_staging)
+        # A step of pure generation uploads at most four times, one with prompts six times, and two turns are under way.
+        num_staging = 2 * (4 * num_scheduler_steps + 3)
+        num_usual = max(DecodeGraphs.num_words(max_num_seqs), PromptGraphs.num_words())
+        self._upload = Upload(words, num_usual, device, num_staging)
         self._offload = WeightOffload(device)
         self._cache_pool = DevicePool(device)
         self._cached: tuple[int, CacheShape] | None = None
@@ -114,6 +116,11 @@ class CudaRunner(ModelRunner):
             max_num_seqs, self._tables, self._upload, self._logits_of, self._stream,
             num_entries=max(1, NUM_PROGRAMS // num_kv_heads), is_invariant=batch_invariant,
             shares_prefixes=not batch_invariant and all(call.rule.window == 0 for call in calls),
+        )  # fmt: skip
+        is_dense = decoder is not None and decoder.structure.is_dense
+        self._prompts = PromptGraphs(
+            max_batched_tokens if is_alone and is_dense else 0,
+            self._tables, self._upload, self._hidden_of, self._stream,
         )  # fmt: skip
         torch.cuda.synchronize(device)
 
@@ -135,12 +142,13 @@ class CudaRunner(ModelRunner):
         if self.uses_graphs:
             try:
                 self._graphs.capture_all()
+                self._prompts.capture_all()
             except RuntimeError as error:
                 if self.decoder is not None and self.decoder.structure.is_dense:
                     raise
                 # A model's own modules (float32 experts, too) may look at numbers on the host, which a capture forbids.
                 logger.warning("no captured decode steps for %s: %s", self.model.config.model_type, error)
-                self._graphs.drop()
+                self._drop_graphs()
                 self.uses_graphs = False
         self._collector.take()
 
@@ -157,7 +165,7 @@ class CudaRunner(ModelRunner):
             if self._experts_SLK is not None:
                 self._experts_SLK.fill_(UNKNOWN)
         else:
-            self._graphs.drop()
+            self._drop_graphs()
             self.cache, self._cache_pool = [], DevicePool(self.device)
             with self._cache_pool.use():
                 super().allocate_cache(num_blocks)
@@ -167,21 +175,25 @@ class CudaRunner(ModelRunner):
     def free_cache(self) -> None:
         torch.cuda.synchronize(self.device)
         if not self._loaded.is_owned:
-            self._graphs.drop()  # they hold the addresses of weights that somebody else may move next
+            self._drop_graphs()  # they hold the addresses of weights that somebody else may move next
         self._cache_pool.give_back()
         if self.vision is not None:
             self.vision.forget()
         torch.cuda.empty_cache()
 
     def free_graphs(self) -> None:
-        self._graphs.drop()
+        self._drop_graphs()
         torch.cuda.empty_cache()
+
+    def _drop_graphs(self) -> None:
+        self._graphs.drop()
+        self._prompts.drop()
 
     def offload_weights(self) -> None:
         """A trainer that shares its parameters looks after their memory itself."""
         if self._loaded.is_owned:
             if self._offload.pool is None:
-                self._graphs.drop()
+                self._drop_graphs()
             self._offload.offload(p.data for p in self.model.parameters())
 
     def reload_weights(self) -> None:
@@ -206,6 +218,8 @@ class CudaRunner(ModelRunner):
             if self.uses_graphs and batch.is_decode_only and is_fast:
                 self._push_tables(batch)
                 logits_SV, columns = self._graphs.replay(batch, numbers_N)
+            elif self.uses_graphs and (size := self._prompts.size_of(batch)):
+                logits_SV, columns, scores = self._replay_prompts(batch, size)
             else:
                 logits_SV, columns, scores = self._eager(batch, is_fast, numbers_N)
             if num_rows := len(batch.sampled):
@@ -278,6 +292,10 @@ class CudaRunner(ModelRunner):
             return self.logit_rule(skinny.logits(hidden_NE))
         return self.logits(self._hidden(known, positions_N, paged, adapters_N))
 
+    def _hidden_of(self, ids_N: torch.Tensor, positions_N: torch.Tensor, paged: PagedBatch) -> torch.Tensor:
+        """What a graph of prompts captures."""
+        return self._hidden(ids_N, positions_N, paged, None)
+
     def _hidden(
         self,
         ids_N: torch.Tensor,
@@ -297,6 +315,25 @@ class CudaRunner(ModelRunner):
             hidden_NE = self.decoder(ids_N, positions_N, paged, self.cache, adapters=rows, visual=visual)
         self.keep_experts(paged.slots_N)
         return hidden_NE
+
+    def _replay_prompts(
+        self, batch: StepBatch, size: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """As _eager, in two graphs."""
+        self._push_tables(batch)
+        count = batch.num_running
+        hidden_NE = self._prompts.replay(batch, size)
+        rows = (batch.sampled_rows_S[count:] - count).astype(np.int32)
+        rows_S, *columns = self._upload([rows, batch.sampled_slots_S, *sampling_columns(batch.sampling)])
+        parts = [self.logits(hidden_NE[rows_S])] if len(rows) else []
+        if count:
+            parts.insert(0, self._graphs.replay(batch.running(), None)[0][:count])
+        logits_SV = torch.cat(parts) if parts else hidden_NE[:0]
+        return (
+            logits_SV,
+            columns,
+            [self.score(hidden_NE[row - count :], chunk) for chunk, row in batch.scored],
+        )
 
     def _eager(
         self, batch: StepBatch, is_fast: bool, numbers_N: Array | None

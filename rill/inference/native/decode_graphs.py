@@ -236,18 +236,25 @@ class DecodeGraphs:
             table_rows_B=slots,
             decode_work=work,
         )
-        self._run(ids, positions, paged, adapters)  # compiles what has not been compiled; capturing must not
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        self._stream.synchronize()
-        # Not through torch.cuda.graph(), which collects garbage and empties the allocator: requests are waiting.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            logits = self._run(ids, positions, paged, adapters)
-        finally:
-            graph.capture_end()
-        return graph, logits
+        return capture(lambda: self._run(ids, positions, paged, adapters), self._stream, self._pool)
+
+
+def capture(
+    run: Callable[[], torch.Tensor], stream: torch.cuda.Stream, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """The graph, and what it writes."""
+    run()  # compiles what has not been compiled; capturing must not
+    graph = torch.cuda.CUDAGraph()
+    stream.synchronize()
+    # Not through torch.cuda.graph(), which collects garbage and empties the allocator: requests are waiting.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        written = run()
+    finally:
+        graph.capture_end()
+    return graph, written
 
 
 def pack(

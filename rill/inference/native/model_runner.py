@@ -335,7 +335,7 @@ class ModelRunner:
         seq, start, end = chunk.seq, chunk.start, chunk.start + chunk.length
         assert isinstance(seq, ScoredSequence)
         if seq.is_embedding:
-            return hidden_TE[chunk.length - 1].float()
+            return hidden_TE[chunk.length - 1].to(torch.float32, copy=True)  # a graph's own memory, perhaps
         targets_T = torch.tensor(seq.tokens[start + 1 : end + 1], device=self.device)
         parts = [torch.zeros(0, device=self.device)]
         for at in range(0, len(targets_T), SCORE_ROWS):

@@ -79,6 +79,16 @@ class SamplingBatch:
     num_top: int = 0
     """How many of the likeliest tokens are reported beside the sampled one."""
 
+    def first(self, count: int) -> SamplingBatch:
+        """Parameters of the first rows, without edits."""
+        return SamplingBatch(
+            temperature_S=self.temperature_S[:count],
+            top_k_S=self.top_k_S[:count],
+            top_p_S=self.top_p_S[:count],
+            min_p_S=self.min_p_S[:count],
+            uniform_S=self.uniform_S[:count],
+        )
+
     @property
     def is_filtered(self) -> bool:
         return bool((self.top_k_S > 0).any() or (self.top_p_S < 1).any() or (self.min_p_S > 0).any())
