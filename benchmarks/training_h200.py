@@ -231,6 +231,7 @@ def time_steps(
         mean_length=float(np.mean([s.num_tokens for b in batches for s in b])),
         micro_batch_tokens=trainer.config.micro_batch_tokens,
         checkpointing=trainer.config.activation_checkpointing,
+        fp8=trainer.config.fp8,
         activation_memory_budget=trainer.config.activation_memory_budget,
         optimizer=trainer.config.optimizer.type,
         offload_state=trainer.config.optimizer.offload_state,
@@ -341,6 +342,7 @@ def run(
     batch_tokens: int,
     budget: float,
     optimizer: dict[str, Any],
+    fp8: bool,
 ) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "correct" in only:
@@ -360,6 +362,7 @@ def run(
         activation_memory_budget=budget if device == "cuda" else 1.0,
         compile=device == "cuda",
         optimizer=optimizer,
+        fp8=fp8,
     )
     train_rate = time_steps(trainer, shape, batches, repeats)
     if "profile" in only and device == "cuda":
@@ -432,9 +435,10 @@ def main() -> None:
     parser.add_argument("--checkpointing", default="none")
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--budget", type=float, default=0.8, help="activation_memory_budget")
+    parser.add_argument("--budget", type=float, default=1.0, help="activation_memory_budget")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--offload-state", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="the layers' products in 8 bits")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     if not (args.small or torch.cuda.is_available()):
@@ -449,6 +453,7 @@ def main() -> None:
         args.batch_tokens,
         args.budget,
         {"type": args.optimizer, "offload_state": args.offload_state},
+        args.fp8,
     )
 
 

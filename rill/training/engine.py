@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from rill.errors import TrainingError
 from rill.models.loading import DTYPES
 from rill.models.lora import add_lora, merged_weights
-from rill.models.ops.int4 import check_groups, rounded_int4
 from rill.models.train.attention_packed import compile_layer
-from rill.models.train.products import replace_products
+from rill.training.arrange import arrange_products
 from rill.training.engine_config import EngineConfig
 from rill.training.host_memory import keep_freed_memory
 from rill.training.module import LM_PREFIX, PackedModule
@@ -289,13 +288,16 @@ class TrainEngine:
         if self.world.tensor_size > 1:
             apply_tensor_parallel(self.module.lm, self.world)
         elif self.device.type == "cpu" and not self.config.compile:
-            replace_products(self.module.lm, self)
             self.module.sums = self
-        if self.config.quantization_aware:
-            check_groups(
-                [m.weight for at in self.module.layers for m in at.modules() if type(m) is nn.Linear]
-            )
-            replace_products(self.module.layers, self.module.sums, rounded_int4)
+        arrange_products(
+            self.module,
+            self.world,
+            dtype=self.compute_dtype,
+            is_compiled=self.config.compile,
+            quantization_aware=bool(self.config.quantization_aware),
+            fp8=self.config.fp8,
+            sums=self.module.sums,
+        )
         if self.config.compile:
             import torch._functorch.config as compiler  # seconds that a process without compiled layers can spare
 

@@ -45,6 +45,8 @@ class EngineConfig(Config):
     quantization_aware: Literal["int4"] | None = None
     """Compute with the layers' weights as an engine with `quantization` holds them; gradients are those of the weights
     themselves. Unset: int4 where the rollout's engine has it."""
+    fp8: bool = False
+    """The layers' products in 8 bits, but for those of weight gradients: faster from Hopper on, rounded elsewhere."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters and freeze the rest. Unset: everything is trained."""
     freeze_vision: bool = False
@@ -71,6 +73,10 @@ class EngineConfig(Config):
         if self.quantization_aware and (self.lora is not None or self.tensor_parallel > 1):
             raise ValueError(
                 "quantization_aware needs whole, trained weights: no lora, and tensor_parallel = 1"
+            )
+        if self.fp8 and (self.quantization_aware or self.lora is not None or self.tensor_parallel > 1):
+            raise ValueError(
+                "fp8 multiplies whole, trained weights: no lora, no quantization_aware, and tensor_parallel = 1"
             )
         if self.lora is not None and self.tensor_parallel > 1:
             raise ValueError("lora with tensor_parallel > 1 is not supported: set tensor_parallel = 1")

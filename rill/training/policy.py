@@ -103,6 +103,8 @@ class PolicyTrainer(StepTrainer):
                 f"batch_invariant reads whole weights without adapters, got {self.world.size} ranks and lora "
                 f"{'unset' if config.lora is None else 'set'}: use one process without lora, or set it to false"
             )
+        if config.batch_invariant and config.fp8:
+            raise ConfigError("batch_invariant and fp8 exclude each other: turn one of them off")
 
     def set_teachers(self, teachers: Sequence[tuple[ScoreModel, float]]) -> None:
         """Teachers and their weights for distillation over the whole vocabulary; on this trainer's device."""

@@ -15,8 +15,10 @@ from torch import nn
 _KEEP_OPS = (
     "aten::mm",
     "aten::addmm",
+    "rill::product_fp8",
     "aten::_flash_attention_forward",
     "rill::segment_attention",
+    "rill::gated_mlp",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",

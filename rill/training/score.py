@@ -19,9 +19,8 @@ from torch import Tensor
 from rill.config import Config
 from rill.errors import ConfigError
 from rill.models.loading import DTYPES, ModelConfig
-from rill.models.ops.int4 import rounded_int4
 from rill.models.train.attention_packed import compile_layer
-from rill.models.train.products import replace_products
+from rill.training.arrange import arrange_products
 from rill.training.batching import Batcher
 from rill.training.engine_config import EngineConfig, Precision
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
@@ -54,6 +53,8 @@ class FrozenModel:
         """A sequence over micro_batch_tokens: an error, or left without scores. Unset: as the trainer does."""
         quantization_aware: Literal["int4"] | None = None
         """Unset: as the trainer does."""
+        fp8: bool | None = None
+        """Unset: as the trainer does."""
         shard: bool = False
         """Cut the weights over the group's ranks (FSDP2). false: each rank, or tensor-parallel row, has them all."""
         tensor_parallel: int = Field(default=1, ge=1)
@@ -67,6 +68,7 @@ class FrozenModel:
                 "compile": trainer.compile,
                 "on_too_long": trainer.on_too_long,
                 "quantization_aware": trainer.quantization_aware,
+                "fp8": trainer.fp8,
             }
             unset = {name: value for name, value in theirs.items() if getattr(self, name) is None}
             return self.model_copy(update=unset)
@@ -120,10 +122,14 @@ class FrozenModel:
         """Cut, compile and shard the module, in the order these compose; as TrainEngine does."""
         if self.world.tensor_size > 1:
             apply_tensor_parallel(self.module.lm, self.world)
-        elif self.world.device.type == "cpu" and not config.compile:
-            replace_products(self.module.lm)
-        if config.quantization_aware:
-            replace_products(self.module.layers, held=rounded_int4)
+        arrange_products(
+            self.module,
+            self.world,
+            dtype=dtype,
+            is_compiled=bool(config.compile),
+            quantization_aware=bool(config.quantization_aware),
+            fp8=bool(config.fp8),
+        )
         layers = list(self.module.layers)
         if config.compile:
             for layer in layers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from rill.inference.native.engine import NativeEngine
 from rill.inference.native.sampler import SamplingBatch, sample
 from rill.models.loading import ModelConfig, load_model
 from rill.types import PolicyVersion
+from tests.child import environment
 from tests.inference.conformance import EngineConformance
 from tests.inference.native_models import (
     SHAPES,
@@ -190,6 +193,17 @@ def test_captured_steps_outlive_a_release_of_the_memory_that_they_read() -> None
         assert answered() == updated
     finally:
         engine.close()
+
+
+def test_a_program_that_closed_its_engine_ends_as_it_should() -> None:
+    program = """
+from tests.inference.native_models import make_engine, prompts, request
+engine = make_engine(device="cuda", check_every_step=False)
+engine.generate([request(0, prompts((9,))[0])])
+engine.close()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], env=environment(), timeout=110, check=False)
+    assert ended.returncode == 0
 
 
 @pytest.mark.parametrize("num_seqs", [100, 8], ids=["many rows", "few rows"])

@@ -27,8 +27,6 @@ _GRANULE = 2 << 20
 """Memory is mapped in multiples of this; torch asks for such sizes anyway."""
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-_KEPT: list[Any] = []
-"""Allocators and their callbacks: torch may call them for as long as one of their tensors lives."""
 
 
 class DevicePool:
@@ -41,8 +39,9 @@ class DevicePool:
         callbacks = _Allocate(self._allocate), _Free(self._free)
         allocate, free = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in callbacks)
         allocator = torch._C._cuda_customAllocator(allocate, free)
-        _KEPT.append((callbacks, allocator))
         self._pool = torch.cuda.MemPool(allocator)
+        # For ever: torch may call them for as long as one of their tensors lives, and while the interpreter ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((callbacks, allocator, self._pool)))
 
     def use(self) -> AbstractContextManager[None]:
         """For what this thread allocates."""

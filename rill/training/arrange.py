@@ -1,0 +1,39 @@
+"""Which matrix products a module's layers compute with. Callers: TrainEngine and FrozenModel, which must agree."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rill.errors import ConfigError
+from rill.models.ops.int4 import check_groups, rounded_int4
+from rill.models.train.fp8_products import replace_products_fp8
+from rill.models.train.fused_mlp import fuse_mlps, has_fused_mlp
+from rill.models.train.products import GradientSums, replace_products
+from rill.training.module import PackedModule
+from rill.training.parallel import World
+
+
+def arrange_products(
+    module: PackedModule,
+    world: World,
+    *,
+    dtype: torch.dtype,
+    is_compiled: bool,
+    quantization_aware: bool,
+    fp8: bool,
+    sums: GradientSums | None = None,
+) -> None:
+    """Before layers are checkpointed, compiled and sharded. `sums`: where float32 weight gradients are added up."""
+    is_whole = world.tensor_size == 1
+    if is_whole and world.device.type == "cpu" and not is_compiled:
+        replace_products(module.lm, sums)
+    if quantization_aware:
+        check_groups([m.weight for at in module.layers for m in at.modules() if type(m) is nn.Linear])
+        replace_products(module.layers, sums, rounded_int4)
+    elif fp8:
+        if not is_whole:
+            raise ConfigError("fp8 multiplies whole matrices: set tensor_parallel = 1")
+        replace_products_fp8(module.layers, sums)
+    elif is_whole and dtype == torch.bfloat16 and has_fused_mlp(world.device):
+        fuse_mlps(module.layers)
