@@ -29,7 +29,7 @@ def arrange_products(
     if is_whole and world.device.type == "cpu" and not is_compiled:
         replace_products(module.lm, sums)
     if quantization_aware:
-        check_groups([m.weight for at in module.layers for m in at.modules() if type(m) is nn.Linear])
+        check_groups([m.weight for m in module.layers.modules() if isinstance(m, nn.Linear)])
         replace_products(module.layers, sums, rounded_int4)
     elif fp8:
         if not is_whole:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rill.models.eager import AttentionCall, Probe, decoder_blocks, decoder_of
+from rill.models.linear import ReplacedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -363,7 +364,7 @@ def _turn(cos_LP: Tensor, sin_LP: Tensor, dim: int, way: str) -> Turn:
 def _projection(parent: Any, choices: tuple[tuple[str, ...], ...], *, fuse: bool) -> Projection | None:
     for names in choices:
         modules: list[Any] = [getattr(parent, name, None) for name in names]
-        if all(type(m) is nn.Linear for m in modules):
+        if all(type(m) is nn.Linear or isinstance(m, ReplacedLinear) for m in modules):
             if len(modules) == 1:
                 return Projection(modules, modules[0].weight, modules[0].bias)
             has_bias = [m.bias is not None for m in modules]

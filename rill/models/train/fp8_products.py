@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from rill.errors import ConfigError
+from rill.models.linear import ReplacedLinear
 from rill.models.train.products import GradientSums, hand_over
 
 _LARGEST = 448.0
@@ -26,21 +27,18 @@ _WIDTH_MULTIPLE = 16
 
 def replace_products_fp8(layers: nn.Module, sums: GradientSums | None = None) -> None:
     for name, module in layers.named_modules():
-        if type(module) is nn.Linear:
+        if Linear8.take(module):
+            assert isinstance(module, Linear8)
+            module.sums = sums
             if any(size % _WIDTH_MULTIPLE for size in module.weight.shape):
                 raise ConfigError(
                     f"fp8 needs widths that are multiples of {_WIDTH_MULTIPLE}: layer {name} is "
                     f"{tuple(module.weight.shape)}; train without fp8"
                 )
-            module.__class__ = Linear8
-            vars(module).pop("forward", None)  # that of other products
-            module.sums = sums  # type: ignore[assignment]
 
 
-class Linear8(nn.Linear):
-    """A class, because functions of each module's own would be compiled one by one."""
-
-    sums: Any
+class Linear8(ReplacedLinear):
+    sums: GradientSums | None
 
     def forward(self, x: Tensor) -> Tensor:
         x_TK, weight_OK = x.flatten(0, -2), self.weight

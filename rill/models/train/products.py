@@ -11,13 +11,14 @@ good as one. On CUDA nothing is replaced: its products are summed in float32 by 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from rill.models.linear import ReplacedLinear
 
 
 class GradientSums(Protocol):
@@ -69,15 +70,17 @@ def hand_over(total_OK: Tensor, weight_OK: Tensor, sums: GradientSums | None) ->
 def replace_products(model: nn.Module, sums: GradientSums | None = None, held: Held | None = None) -> None:
     """Its linear layers compute as `linear` does. `held`: quantisation-aware training, with what an engine holds."""
     for module in model.modules():
-        if type(module) is nn.Linear:
-            own_forward = nn.Linear.forward.__get__(module)
-            module.forward = functools.wraps(own_forward)(  # type: ignore[method-assign]
-                functools.partial(_forward, module, sums, held)
-            )
+        if ExactLinear.take(module):
+            assert isinstance(module, ExactLinear)
+            module.sums, module.held = sums, held
 
 
-def _forward(module: nn.Linear, sums: GradientSums | None, held: Held | None, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias, sums, held)
+class ExactLinear(ReplacedLinear):
+    sums: GradientSums | None
+    held: Held | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.sums, self.held)
 
 
 class _Linear(torch.autograd.Function):
