@@ -144,21 +144,33 @@ def measure_add(repeats: int) -> None:
 
 
 def measure_round_trips(num_rounds: int = 12, num_calls: int = 100) -> None:
-    """One call's round trip, here and on Ray by turns: the machine's mood is the same for both."""
+    """One call's round trip, here, on Ray and of Ray by turns: the machine's mood is the same for all."""
     import ray
 
-    with Cluster(devices="cpu:1") as cluster:
+    actor = start_ray_actor()
+    with Cluster(devices="cpu:1") as cluster, Cluster.ray("auto", devices="cpu:1") as on_ray:
         one = Node.launch(cluster, name="node", threads=1).on(0)
-        actor = start_ray_actor()
-        samples: dict[str, list[float]] = {"rill-local": [], "ray": []}
+        other = Node.launch(on_ray, name="node", threads=1).on(0)
+        calls: dict[str, Callable[[], object]] = {
+            "rill-local": lambda: one.nothing().wait(30),
+            "rill-ray": lambda: other.nothing().wait(30),
+            "ray": lambda: ray.get(actor.nothing.remote()),
+        }
+        samples: dict[str, list[float]] = {system: [] for system in calls}
         for _ in range(num_rounds):
-            samples["rill-local"].append(median_seconds(lambda: one.nothing().wait(30), num_calls))
-            samples["ray"].append(median_seconds(lambda: ray.get(actor.nothing.remote()), num_calls))
+            for system, call in calls.items():
+                samples[system].append(median_seconds(call, num_calls))
         for system, seconds in samples.items():
             report("call round trip by turns", system, 1e6 * min(seconds), "us (best of the medians)")
-        ratios = [mine / theirs for mine, theirs in zip(*samples.values(), strict=True)]
-        report("call round trip by turns", "rill over ray", median(ratios), "ratio (median of the turns)")
-        ray.shutdown()
+        for system in ("rill-local", "rill-ray"):
+            ratios = [mine / theirs for mine, theirs in zip(samples[system], samples["ray"], strict=True)]
+            report(
+                "call round trip by turns",
+                f"{system} over ray",
+                median(ratios),
+                "ratio (median of the turns)",
+            )
+    ray.shutdown()
 
 
 def start_ray_actor() -> Any:

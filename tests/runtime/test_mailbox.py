@@ -294,6 +294,35 @@ def test_a_sender_keeps_nothing_that_was_confirmed(boxes: tuple[Mailbox, Mailbox
     assert becomes_true(lambda: not peer.unconfirmed)
 
 
+def test_messages_of_neighbours_do_not_look_for_those_of_other_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look into ZeroMQ that finds nothing costs more than the message."""
+    num_looks = 0
+    look: Any = Mailbox._read_tcp
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        return look(*args)
+
+    monkeypatch.setattr(Mailbox, "_read_tcp", counted)
+    here, there = (Mailbox(f"ipc://{tmp_path}/{n}", key=KEY) for n in "ab")
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+    there.on(b"n", lambda sender, _: there.post(sender, [b"answer"]))
+    here.on(b"answer", lambda sender, _: answers.put(sender))
+    for box in (here, there):
+        box.start()
+    for _ in range(50):
+        here.post(there.endpoint, [b"n"])
+        answers.get(timeout=10)
+    assert num_looks < 10
+    here.post(there.tcp_endpoint, [b"n"])
+    assert answers.get(timeout=10) == there.tcp_endpoint
+    for box in (here, there):
+        box.close()
+
+
 def calls_of(mailbox: Mailbox, address: WorkerAddress, dead: dict[str, str]) -> Calls:
     """With as much of a process's surroundings as they need."""
     parcels = SimpleNamespace(unpack=lambda frames, _: wire.decode(frames[1], frames[2:]))
