@@ -19,8 +19,8 @@ import msgspec
 
 from rill.errors import ConfigError, RillError, RunError, StuckError
 from rill.runtime.channels.lease import joined
-from rill.runtime.hub.client import ANSWER_S, Asked, as_error
-from rill.runtime.hub.messages import Commit, Ids, Item, Puts
+from rill.runtime.hub.client import ANSWER_S, Asked
+from rill.runtime.hub.messages import Commit, Ids, Item, Puts, as_error
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
 from rill.runtime.transfer.wire import RAW_MIN_BYTES, encode

@@ -14,9 +14,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from rill.errors import ChannelClosedError, ConfigError
 from rill.runtime.address import STORE_GROUP, group_of, name_of
 from rill.runtime.hub.channel_state import ChannelState, Entry, ItemState, PutWait, TakeWait, as_key
-from rill.runtime.hub.messages import ChannelOptions, Commit, GiveBack, Grant, Ids, ServiceError, Take
+from rill.runtime.hub.messages import ChannelOptions, Commit, GiveBack, Grant, Ids, Take, refusal
 from rill.runtime.transfer.segments import Ref, owner_of
 
 if TYPE_CHECKING:
@@ -52,28 +53,26 @@ class Broker:
 
     def on_create(self, client: str, seq: int, options: ChannelOptions) -> bool:
         if options.name in self.channels:  # also closed: what is left of it still has its items' numbers
-            raise ServiceError(
-                "ConfigError", f"a channel named {options.name!r} exists or existed: choose another name"
-            )
+            raise ConfigError(f"a channel named {options.name!r} exists or existed: choose another name")
         self.channels[options.name] = ChannelState(options, name_of(client))
         return True
 
     def _channel(self, name: str) -> ChannelState:
         if name not in self.channels:
-            raise ServiceError("ChannelClosedError", f"channel {name!r} does not exist in this cluster")
+            raise ChannelClosedError(f"channel {name!r} does not exist in this cluster")
         return self.channels[name]
 
     def _open_channel(self, name: str) -> ChannelState:
         channel = self._channel(name)
         if channel.is_closed:
-            raise ServiceError("ChannelClosedError", f"channel {name!r} is closed")
+            raise ChannelClosedError(f"channel {name!r} is closed")
         return channel
 
     def on_close(self, client: str, seq: int, name: str) -> bool:
         """Puts and takes fail from now on; leased items may still be finished."""
         channel = self._open_channel(name)
         channel.is_closed = True
-        error = ServiceError("ChannelClosedError", f"channel {name!r} was closed by {name_of(client)}")
+        error = ChannelClosedError(f"channel {name!r} was closed by {name_of(client)}")
         waits = [(take.client, take.seq) for take in channel.takes]
         waits += dict.fromkeys((put.client, put.seq) for put in channel.puts)
         for waiter, waiter_seq in waits:
@@ -96,14 +95,14 @@ class Broker:
         """All of it, or, where a channel is closed, nothing."""
         try:
             targets = [self._open_channel(puts.channel) for puts in commit.puts]
-        except ServiceError as error:
+        except ChannelClosedError as error:
             for puts in commit.puts:
                 for item in puts.items:
                     self.ledger.free(item.ref)
             if commit.wants_reply:
                 raise
             channels = [puts.channel for puts in commit.puts]
-            self._machine.push(client, "commit_failed", [channels, error.kind, error.message])
+            self._machine.push(client, "commit_failed", [channels, *refusal(error)])
             return None
         for done in commit.done:
             self._finish(self._channel(done.channel), client, done.ids)

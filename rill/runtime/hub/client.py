@@ -25,9 +25,8 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 import zmq
 
-from rill import errors
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
-from rill.runtime.hub.messages import Commit, FromHub, Ids, OutKind, Output, Puts, Requests
+from rill.runtime.hub.messages import Commit, FromHub, Ids, OutKind, Output, Puts, Requests, as_error
 from rill.runtime.process.session_key import SessionKey
 
 T = TypeVar("T")
@@ -113,13 +112,6 @@ class Asked(Future[T], Generic[T]):
         except TimeoutError:
             return False
         return True
-
-
-def as_error(kind: str, message: str) -> RillError:
-    """A refusal of the hub, by the name of a RillError, as the exception it stands for."""
-    cls = vars(errors).get(kind, RunError)
-    assert isinstance(cls, type) and issubclass(cls, RillError)
-    return cls(message)
 
 
 class HubClient:
@@ -290,7 +282,7 @@ class HubClient:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_up, zmq.POLLIN)
-        last_heard_s = last_sent_s = time.monotonic()
+        last_sent_s = time.monotonic()
         wait_s = 0.0
         close_by_s = float("inf")
         while True:
@@ -300,20 +292,14 @@ class HubClient:
                 self._is_awake = False
             if socket in ready:
                 self._receive(socket)
-                last_heard_s = time.monotonic()
             if self._abandoned and not self._ended_reason:
                 self._fail_all(self._abandoned)
             now_s = time.monotonic()
-            wait_s = min([_HEARTBEAT_S, *(ticker(now_s) for ticker in self._tickers)])
-            if self._send(socket):
+            next_ticks_s = [ticker(now_s) for ticker in self._tickers]
+            ping_s = _PING_S if self._requests or self._asked else _HEARTBEAT_S
+            if self._send(socket, is_due=now_s - last_sent_s >= ping_s):
                 last_sent_s = now_s
-            is_outstanding = bool(self._requests or self._asked)
-            ping_s = _PING_S if is_outstanding else _HEARTBEAT_S
-            if now_s - max(last_sent_s, last_heard_s if is_outstanding else last_sent_s) >= ping_s:
-                socket.send(self._encode([]))
-                last_sent_s = now_s
-            if is_outstanding:
-                wait_s = min(wait_s, _PING_S)
+            wait_s = min([ping_s, *next_ticks_s])
             if self._is_closing:
                 close_by_s = min(close_by_s, now_s + 1.0)
                 if not self._requests or now_s > close_by_s or self._ended_reason:
@@ -325,23 +311,21 @@ class HubClient:
         context.term()
         os.close(self._wake_up)
 
-    def _send(self, socket: zmq.Socket[bytes]) -> bool:
+    def _send(self, socket: zmq.Socket[bytes], *, is_due: bool) -> bool:
+        """Whether there was anything; where a message is due and there is nothing, it is a ping."""
         has_sent = False
-        while self._num_sent < len(self._requests):
+        while self._num_sent < len(self._requests) or (is_due and not has_sent):
             with self._lock:
                 until = self._num_sent + _MAX_REQUESTS_PER_MESSAGE
                 requests = list(islice(self._requests, self._num_sent, until))
                 if until >= len(self._requests):
                     self._last = None  # what is on its way is not added to
-            socket.send(self._encode(requests))
+            pairs: list[Any] = [(request.method, request.payload) for request in requests]
+            message = Requests(self._first_seq + self._num_sent, self._received_out, pairs)
+            socket.send(self._encoder.encode(message))
             self._num_sent += len(requests)
             has_sent = True
         return has_sent
-
-    def _encode(self, requests: list[_Request]) -> bytes:
-        """The next to be sent."""
-        pairs: list[Any] = [(request.method, request.payload) for request in requests]
-        return self._encoder.encode(Requests(self._first_seq + self._num_sent, self._received_out, pairs))
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while True:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rill.errors import PeerDiedError
 from rill.runtime.address import STORE_GROUP, group_of, name_of
-from rill.runtime.hub.messages import Roster, ServiceError
+from rill.runtime.hub.messages import Roster
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
@@ -81,7 +82,7 @@ class Membership:
             if address is not None and name_of(member) == name:
                 return address
         if name in self._deaths and not self._will_start_again(self._deaths[name]["identity"]):
-            raise ServiceError("PeerDiedError", f"{name} is gone: {self._deaths[name]['reason']}")
+            raise PeerDiedError(f"{name} is gone: {self._deaths[name]['reason']}")
         self._finding.append((client, seq, name))
         return None
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from rill import errors
+from rill.errors import RillError, RunError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.transfer.segments import Ref
 
@@ -28,13 +30,16 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
     """A record that is an array on the wire."""
 
 
-class ServiceError(Exception):
-    """A refusal that goes back to the client as the RillError named `kind`."""
+def refusal(error: RillError) -> tuple[str, str]:
+    """How an error of the hub's goes to a client."""
+    return type(error).__name__, str(error)
 
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.message = message
+
+def as_error(kind: str, message: str) -> RillError:
+    """A refusal as the exception it stands for."""
+    cls = vars(errors).get(kind, RunError)
+    assert isinstance(cls, type) and issubclass(cls, RillError)
+    return cls(message)
 
 
 # --- the line ---------------------------------------------------------------------------------------------

@@ -20,11 +20,12 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from rill.errors import RillError, RunError
 from rill.runtime.hub.broker import Broker
 from rill.runtime.hub.history import History
 from rill.runtime.hub.locks import LockService
 from rill.runtime.hub.membership import Membership
-from rill.runtime.hub.messages import OutKind, ServiceError
+from rill.runtime.hub.messages import OutKind, refusal
 
 
 @dataclass(slots=True)
@@ -86,11 +87,11 @@ class Machine:
             try:
                 service, handle, decoder = _HANDLERS[method]
                 body = handle(getattr(self, service), client, seq, decoder.decode(payload))
-            except ServiceError as error:
+            except RillError as error:
                 self.fail(client, seq, error)
                 continue
             except (KeyError, TypeError, ValueError, IndexError) as error:
-                self.fail(client, seq, ServiceError("RunError", f"{method} refused: {error!r}"))
+                self.fail(client, seq, RunError(f"{method} refused: {error!r}"))
                 continue
             if body is not None:
                 self.reply(client, seq, body)
@@ -127,8 +128,8 @@ class Machine:
     def reply(self, client: str, seq: int, body: Any) -> None:
         self._out(client, OutKind.REPLY, seq, body)
 
-    def fail(self, client: str, seq: int, error: ServiceError) -> None:
-        self._out(client, OutKind.FAILURE, seq, [error.kind, error.message])
+    def fail(self, client: str, seq: int, error: RillError) -> None:
+        self._out(client, OutKind.FAILURE, seq, refusal(error))
 
     def push(self, client: str, topic: str, body: Any) -> None:
         self._out(client, OutKind.PUSH, topic, body)
