@@ -21,6 +21,7 @@ from rill.runtime.transfer.collective import Rendezvous, rendezvous
 from rill.telemetry import trace
 
 if TYPE_CHECKING:
+    from rill.runtime.channel import Channel
     from rill.runtime.cluster import Cluster
     from rill.runtime.device.placement import Placement
     from rill.runtime.group import WorkerGroup
@@ -126,15 +127,17 @@ class Worker:
                 timers = timers_of_call.get({})
                 timers[name] = timers.get(name, 0.0) + time.perf_counter() - started_s
 
-    @property
-    def device_lock(self) -> Any:
-        """This worker's turn on its devices: `with self.device_lock:` or `with self.device_lock(inputs, outputs):`."""
+    def device_lock(
+        self, *channels: Channel, timeout_s: float | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """This worker's turn on its devices, for work between `channels`, in whatever order they are named.
+        `timeout_s`: unless given, an hour, or longer where a wait on one of the channels may last longer."""
         from rill.runtime.device.lock import DeviceLock
 
         context = current()
         with context.lock:
-            context.device_lock = context.device_lock or DeviceLock(self, context)
-            return context.device_lock
+            lock = context.device_lock = context.device_lock or DeviceLock(self, context)
+        return lock.turn(channels, timeout_s)
 
     def send(
         self, obj: Any, group: str, rank: int, *, tag: str = "", timeout_s: float = LAUNCH_WAIT_S

@@ -196,7 +196,7 @@ class Stage(Worker):
     @concurrent
     def take_weights(self) -> None:
         """Work of no channel, beside whatever call is under way."""
-        with self.device_lock:
+        with self.device_lock():
             self.events.append("weights")
 
     @concurrent
@@ -211,7 +211,7 @@ class Stage(Worker):
 
     def fail_to_load(self) -> None:
         self.onload = self._fail  # type: ignore[method-assign]
-        with self.device_lock:
+        with self.device_lock():
             raise AssertionError("never reached")
 
     def _fail(self) -> None:
@@ -224,7 +224,7 @@ class Stage(Worker):
         return now_s
 
     def hold_and_die(self) -> None:
-        with self.device_lock:
+        with self.device_lock():
             os.kill(os.getpid(), signal.SIGKILL)
 
     def history(self) -> list[str]:

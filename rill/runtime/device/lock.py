@@ -18,7 +18,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ def groups_in_line(context: RuntimeContext) -> set[str]:
 
 
 class DeviceLock:
-    """`with lock:` or `with lock(channels…):`. Blocks of several threads of one worker share one turn."""
+    """Blocks of several threads of one worker share one turn."""
 
     def __init__(self, worker: Worker, context: RuntimeContext) -> None:
         self._worker = worker
@@ -77,23 +77,14 @@ class DeviceLock:
         self._hub.on("evict", lambda body: self._evictions.put(Evict(*body)))
 
     @contextmanager
-    def __call__(self, *channels: Channel, timeout_s: float | None = None) -> Iterator[DeviceLock]:
-        """A turn for work between `channels`, in whatever order they are named. `timeout_s`: unless given, an hour, or
-        longer where a wait on one of the channels may last longer."""
+    def turn(self, channels: Sequence[Channel], timeout_s: float | None) -> Iterator[None]:
         if timeout_s is None:
             timeout_s = max((DEFAULT_TIMEOUT_S, *(channel.timeout_s for channel in channels)))
         self.acquire(tuple(channel.name for channel in channels), timeout_s)
         try:
-            yield self
+            yield
         finally:
             self.release()
-
-    def __enter__(self) -> DeviceLock:
-        self.acquire((), DEFAULT_TIMEOUT_S)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
     def acquire(self, channels: tuple[str, ...], timeout_s: float) -> None:
         """Wait for the turn and bring the memory in. Inside another block of this worker it costs nothing.
