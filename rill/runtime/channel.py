@@ -174,14 +174,11 @@ class Channel:
     def _consumer(self) -> Consumer:
         """This process's end, made at its first use of the channel."""
         context = current()
-        consumer = context.channels.get(self.name)
-        if consumer is None:
-            with context.lock:
-                consumer = context.channels.get(self.name)
-                if consumer is None:
-                    producer = Producer(context, self.name, self._is_bounded, self.timeout_s)
-                    consumer = context.channels[self.name] = Consumer(context, producer)
-        return consumer
+        with context.lock:
+            if self.name not in context.channels:
+                producer = Producer(context, self.name, self._is_bounded, self.timeout_s)
+                context.channels[self.name] = Consumer(context, producer)
+            return context.channels[self.name]
 
     @property
     def _producer(self) -> Producer:

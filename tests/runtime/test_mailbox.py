@@ -356,7 +356,7 @@ def test_calls_and_answers_survive_cut_connections_and_run_once(
         call = Call.read(sender, frames)
         ((n,), _) = wire.decode(call.payload[1], call.payload[2:])
         ran.append(n)
-        call.answer(There, n + 1, 0.0, {})  # type: ignore[arg-type]
+        call.answer(There, n + 1)  # type: ignore[arg-type]
 
     there.on(CALL, serve)
     for box in boxes:

@@ -46,6 +46,9 @@ class Call(msgspec.Struct, array_like=True, gc=False):
     """Its mailbox, as the message has it."""
     payload: list[Any] = []
     """The arguments, which travel beside this record."""
+    seconds: float = 0.0
+    timers: dict[str, float] = {}
+    """Measured where it ran, and told with the answer."""
 
     @staticmethod
     def read(sender: str, frames: Frames) -> Call:
@@ -53,19 +56,15 @@ class Call(msgspec.Struct, array_like=True, gc=False):
         call.sender, call.payload = sender, frames[1:]
         return call
 
-    def answer(
-        self, context: RuntimeContext, value: object, seconds: float, timers: Mapping[str, float]
-    ) -> None:
+    def answer(self, context: RuntimeContext, value: object) -> None:
         encoded = _NOTHING if value is None else wire.encode(value)
-        self._reply(context, context.parcels.pack(encoded, [self.identity]), False, seconds, timers)
+        self._reply(context, context.parcels.pack(encoded, [self.identity]))
 
     def answer_at_once(self, context: RuntimeContext, value: object = None) -> None:
         """As `answer`, for the runtime's own: waits for nothing, not even for shared memory."""
-        self._reply(context, pack_inline(wire.encode(value)), False, 0.0, {})
+        self._reply(context, pack_inline(wire.encode(value)))
 
-    def fail(
-        self, context: RuntimeContext, error: BaseException, seconds: float, timers: Mapping[str, float]
-    ) -> None:
+    def fail(self, context: RuntimeContext, error: BaseException) -> None:
         """Send an exception: its text and traceback always, the object itself where it can travel."""
         text = f"{type(error).__name__}: {error}"
         trace = "".join(traceback.format_exception(error))
@@ -74,17 +73,10 @@ class Call(msgspec.Struct, array_like=True, gc=False):
             wire.decode(encoded.header, encoded.buffers)  # some exceptions pickle but do not unpickle
         except Exception:  # noqa: BLE001  boundary: user exceptions may fail in any way
             encoded = wire.encode((text, trace, None))
-        self._reply(context, pack_inline(encoded), True, seconds, timers)
+        self._reply(context, pack_inline(encoded), is_error=True)
 
-    def _reply(
-        self,
-        context: RuntimeContext,
-        payload: Frames,
-        is_error: bool,
-        seconds: float,
-        timers: Mapping[str, float],
-    ) -> None:
-        answer = _encode(_Answer(self.call_id, self.index, is_error, seconds, dict(timers)))
+    def _reply(self, context: RuntimeContext, payload: Frames, *, is_error: bool = False) -> None:
+        answer = _encode(_Answer(self.call_id, self.index, is_error, self.seconds, self.timers))
         context.mailbox.post(self.sender, [REPLY, answer, *payload])
 
 

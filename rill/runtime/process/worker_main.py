@@ -119,8 +119,7 @@ class WorkerProcess:
     def _run(self, call: Call) -> None:
         if call.is_concurrent:
             self._has_tried.wait()  # ended by `__init__`, whatever became of it, or with the process
-        timers: dict[str, float] = {}
-        timers_of_call.set(timers)
+        timers_of_call.set(call.timers)
         started_s = time.perf_counter()
         recorder = self.context.recorder
         recorder.begin(call.method)
@@ -128,10 +127,12 @@ class WorkerProcess:
             with trace.span(f"{self._spec.address.group}.{call.method}", lane=self._name):
                 value = self._invoke(call)
             settle_call(self.context)
-            call.answer(self.context, value, time.perf_counter() - started_s, timers)
+            call.seconds = time.perf_counter() - started_s
+            call.answer(self.context, value)
         except BaseException as error:  # noqa: BLE001  boundary: every exception of user code goes to the caller
             end_call(error)
-            call.fail(self.context, error, time.perf_counter() - started_s, timers)
+            call.seconds = time.perf_counter() - started_s
+            call.fail(self.context, error)
         finally:
             recorder.end()
 
