@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -175,3 +178,31 @@ def hub_process(folder: Path) -> Iterator[HubProcess]:
         yield hub
     finally:
         hub.close()
+
+
+class Stranger:
+    """Another program at a TCP port: it answers, but not as a mailbox or a hub does."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.num_visits = 0
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                visitor, _ = self._listener.accept()
+                self.num_visits += 1
+                with visitor, contextlib.suppress(OSError):
+                    visitor.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
+                    visitor.settimeout(1.0)
+                    while visitor.recv(4096):
+                        pass

@@ -27,6 +27,7 @@ from rill.runtime.process.peer import Letter, Peer
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer import wire
 from rill.runtime.transfer.parcel import pack_inline
+from tests.runtime.hub_fakes import Stranger
 from tests.runtime.leftovers import becomes_true
 
 pytestmark = pytest.mark.timeout(60)
@@ -56,6 +57,9 @@ class CuttingProxy:
         self.num_swallowed = self.num_passed = self.num_cut = 0
         self.cut_after = math.inf
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def go_to(self, endpoint: str) -> None:
+        self._target = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
 
     def begin_to_swallow(self) -> None:
         assert becomes_true(lambda: bool(self._ends))
@@ -207,6 +211,30 @@ def test_a_process_that_does_not_read_holds_up_nobody_and_gets_everything_later(
     assert becomes_true(lambda: len(arrived) >= 3000)
     assert arrived == list(range(3000))
     other.close()
+
+
+def test_a_stranger_at_the_address_of_a_peer_holds_nobody_up(boxes: tuple[Mailbox, Mailbox]) -> None:
+    """A port that was a process's may become another program's; ZeroMQ gives such a connection up."""
+    here, there = boxes
+    arrived: list[int] = []
+    there.on(b"n", lambda _, frames: arrived.append(int(frames[0])))
+    for box in boxes:
+        box.start()
+    with Stranger() as stranger:
+        proxy = CuttingProxy(stranger.endpoint)
+        for n in range(5):
+            posting = threading.Thread(
+                target=here.post, args=(proxy.endpoint, [b"n", b"%d" % n]), daemon=True
+            )
+            posting.start()
+            posting.join(5)
+            assert not posting.is_alive(), "post does not wait"
+            time.sleep(0.1)
+        assert stranger.num_visits
+        proxy.go_to(there.tcp_endpoint)
+        assert becomes_true(lambda: len(arrived) == 5, 20), arrived
+    assert arrived == list(range(5))
+    proxy.close()
 
 
 def test_what_strangers_write_to_a_mailbox_harms_nobody(

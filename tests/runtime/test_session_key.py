@@ -17,7 +17,7 @@ from rill.runtime.hub.client import HubClient
 from rill.runtime.process.mailbox import Mailbox, free_port
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import SessionKey
-from tests.runtime.hub_fakes import HubProcess
+from tests.runtime.hub_fakes import HubProcess, Stranger
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -73,13 +73,25 @@ def test_a_port_for_other_nodes_is_not_opened_without_a_key(tmp_path: Path) -> N
 class TcpHub(HubProcess):
     """A hub that other nodes can reach."""
 
-    def __init__(self, folder: Path) -> None:
-        self.tcp = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    def __init__(self, folder: Path, tcp: str = "") -> None:
+        self.tcp = tcp or f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
         super().__init__(folder)
 
     def start(self) -> None:
         self.site = replace(self.site, key=KEY)
         super().start()
+
+
+def test_a_client_finds_the_hub_though_a_stranger_had_its_port_meanwhile(tmp_path: Path) -> None:
+    with Stranger() as stranger:
+        client = HubClient(stranger.endpoint, "member[0]#0", KEY).start()
+        with pytest.raises(StuckError):
+            client.call("registry.sync", None, 1.0)
+        assert stranger.num_visits
+    hub = TcpHub(tmp_path, stranger.endpoint)
+    client.call("registry.sync", None, 20)
+    client.close()
+    hub.close()
 
 
 def test_the_hub_answers_its_session_and_nobody_else_on_tcp(tmp_path: Path) -> None:

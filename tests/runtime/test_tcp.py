@@ -163,6 +163,13 @@ def test_a_fetch_goes_on_at_a_servers_new_address_where_it_was() -> None:
     second.close()
 
 
+def test_a_connection_that_zeromq_has_given_up_holds_nobody_up(server: ByteServer) -> None:
+    """It does where something else answered at the address; such a socket has nowhere to send to."""
+    client = client_of(server.endpoint)
+    client._local.connection = (zmq.Context.instance().socket(zmq.DEALER), "tcp://127.0.0.1:1")
+    assert client.fetch("small") == b"abc"
+
+
 def test_a_server_that_never_answers_ends_the_fetch_at_its_deadline() -> None:
     silent: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     port = silent.bind_to_random_port("tcp://127.0.0.1")

@@ -27,6 +27,7 @@ import zmq
 
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
 from rill.runtime.hub.messages import Commit, FromHub, Ids, OutKind, Output, Puts, Requests, as_error
+from rill.runtime.process.peer import send_or_lose
 from rill.runtime.process.session_key import SessionKey
 
 T = TypeVar("T")
@@ -322,7 +323,7 @@ class HubClient:
                     self._last = None  # what is on its way is not added to
             pairs: list[Any] = [(request.method, request.payload) for request in requests]
             message = Requests(self._first_seq + self._num_sent, self._received_out, pairs)
-            socket.send(self._encoder.encode(message))
+            send_or_lose(socket, self.endpoint, self._encoder.encode(message))
             self._num_sent += len(requests)
             has_sent = True
         return has_sent

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import msgspec
 import zmq
 
-from rill.runtime.process.peer import CLOSE_LINGER_MS, PROBE, WORD, Letter, Peer, tcp_line
+from rill.runtime.process.peer import CLOSE_LINGER_MS, PROBE, WORD, Letter, Peer, TcpLine
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.process.unix_line import UnixLine, UnixSockets
 
@@ -115,7 +115,7 @@ class Mailbox:
                 if endpoint.startswith(_LOCAL):
                     peer = Peer(UnixLine(self._unix, endpoint.removeprefix(_LOCAL)), self.endpoint)
                 else:
-                    peer = Peer(tcp_line(self._context, endpoint, self._key), self.tcp_endpoint)
+                    peer = Peer(TcpLine(self._context, endpoint, self._key), self.tcp_endpoint)
                 self._peers[endpoint] = peer
                 self._by_token[peer.token] = peer
             return self._peers[endpoint]

@@ -11,21 +11,19 @@ stream's random token tells it from that of an earlier process at the same addre
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import zmq
 
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.process.unix_line import UnixLine
-
-Line: TypeAlias = "UnixLine | zmq.Socket[bytes]"
-"""What is sent on it arrives in order; some may be lost."""
 
 PROBE_S = 1.0
 ACK_EVERY = 64
@@ -56,25 +54,45 @@ class Letter(msgspec.Struct, array_like=True, gc=False):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def tcp_line(context: Any, endpoint: str, key: SessionKey | None) -> zmq.Socket[bytes]:
+class TcpLine:
     """To another node: encrypted, and each end proves that it has the key."""
-    socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, 20)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-    if key is not None:
-        key.present(socket)
-    socket.connect(endpoint)
-    return socket
+
+    def __init__(self, context: Any, endpoint: str, key: SessionKey | None) -> None:
+        self._endpoint = endpoint
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        if key is not None:
+            key.present(self._socket)
+        self._socket.connect(endpoint)
+
+    def send(self, data: bytes) -> None:
+        send_or_lose(self._socket, self._endpoint, data)
+
+    def close(self, linger_ms: int) -> None:
+        self._socket.close(linger_ms)
+
+
+def send_or_lose(socket: zmq.Socket[bytes], endpoint: str, data: bytes) -> None:
+    """Without waiting. ZeroMQ gives a connection up where something else than our peer has answered (a port may have
+    been another's meanwhile), and would then wait for ever: the message is lost, the next has a new connection."""
+    try:
+        socket.send(data, zmq.NOBLOCK)
+    except zmq.Again:
+        with contextlib.suppress(zmq.ZMQError):
+            socket.disconnect(endpoint)
+        socket.connect(endpoint)
 
 
 class Peer:
     """A line and both directions' counts. The lock guards what is sent, and the line, which one thread may use at a
     time; what arrives is counted by the one thread that reads."""
 
-    def __init__(self, line: Line, reply_to: str) -> None:
+    def __init__(self, line: UnixLine | TcpLine, reply_to: str) -> None:
+        """What is sent on `line` arrives in order; some may be lost."""
         self.token = os.urandom(8)
         self.unconfirmed: deque[tuple[int, list[bytes]]] = deque()
         self._num_sent = 0

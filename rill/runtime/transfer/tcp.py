@@ -164,7 +164,8 @@ class ByteClient:
         try:
             while (left := left_s(deadline_s)) > 0:
                 socket, endpoint = self._connection(left)
-                socket.send_multipart([raw, self._key.mac(raw)])
+                with contextlib.suppress(zmq.Again):  # given up: something else answered there
+                    socket.send_multipart([raw, self._key.mac(raw)], zmq.NOBLOCK)
                 again_s = min(deadline_s, time.monotonic() + patience_s)
                 while (left := left_s(again_s)) > 0:
                     if socket.poll(1 + int(1000 * min(left, _POLL_S))):
