@@ -35,8 +35,6 @@ QUICK_S = 0.001
 MAX_AHEAD = 256
 IDLE_S = 0.02
 """What was read ahead and is not touched for so long goes back."""
-SETTLE_S = 0.01
-"""Released memory is told within this time."""
 
 
 class Consumer:
@@ -52,7 +50,6 @@ class Consumer:
         self._touched_s = 0.0
         self._released: deque[int] = deque()
         self._dropped: deque[tuple[list[int], list[Puts]]] = deque()
-        self._released_s = 0.0
         self._is_passing = False
         self._lock = threading.RLock()
         self._hub.add_ticker(self._tick)
@@ -85,8 +82,6 @@ class Consumer:
     def _asking(self, take: Take) -> Iterator[Asked[Grant]]:
         """Around the wait for an answer. Whatever ends it early, an interrupt too, leaves no lease that nobody knows
         of: what the take brings, or has brought, goes back."""
-        with self._lock:
-            self._settle()
         asked = self._hub.ask("broker.take", take, Grant, self._return_grant)
         try:
             yield asked
@@ -184,35 +179,21 @@ class Consumer:
     def _release(self, item_id: int) -> None:
         """From a finalizer: no lock may be taken here."""
         self._released.append(item_id)
-        if not self._released_s:
-            self._released_s = time.monotonic()
-            self._hub.wake()
-
-    def _settle(self) -> None:
-        self._released_s = 0.0
-        released = [self._released.popleft() for _ in range(len(self._released))]
-        if released:
-            self._hub.submit("broker.release", Ids(self.name, released))
+        self._hub.wake()
 
     def _tick(self, now_s: float) -> float:
         """On the io thread: tell of released memory, return what is not used."""
         while self._dropped:
             ids, puts = self._dropped.popleft()
             self.give_back(ids, puts, "its lease was dropped without `done`")
-        wait_s = 1.0
-        if not (self._ahead or self._released):
-            return wait_s
+        if self._released:
+            released = [self._released.popleft() for _ in range(len(self._released))]
+            self._hub.submit("broker.release", Ids(self.name, released))
+        if not self._ahead:
+            return 1.0
         with self._lock:
-            if self._ahead:
-                idle_s = now_s - self._touched_s
-                if idle_s >= IDLE_S:
-                    self.return_ahead()
-                else:
-                    wait_s = IDLE_S - idle_s + 0.001
-            if self._released:
-                waited_s = now_s - self._released_s
-                if waited_s >= SETTLE_S:
-                    self._settle()
-                else:
-                    wait_s = min(wait_s, SETTLE_S - waited_s + 0.001)
-        return wait_s
+            idle_s = now_s - self._touched_s
+            if idle_s < IDLE_S:
+                return IDLE_S - idle_s + 0.001
+            self.return_ahead()
+            return 1.0
