@@ -80,6 +80,7 @@ PACKAGE_OF = {
     "reasoning_gym": "reasoning-gym",
     "pytest_asyncio": "pytest-asyncio",
     "PIL": "pillow",
+    "quack": "quack-kernels",
     "gym_pusht": "gym-pusht",
     "libero": "hf-libero",
     "mani_skill": "mani-skill",
