@@ -86,9 +86,9 @@ class RLConfig(OnlineConfig):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the engine samples with fewer bits than the trainer computes with."""
+        """Whether one of engine and trainer computes with fewer bits than the other."""
         engine: Any = self.rollout.engine
-        if getattr(engine, "kv_cache_dtype", "") == "fp8":
+        if getattr(engine, "kv_cache_dtype", "") == "fp8" or self.trainer.fp8:
             return True
         return getattr(engine, "quantization", None) not in (None, self.trainer.quantization_aware)
 
@@ -137,12 +137,16 @@ class RLConfig(OnlineConfig):
     @model_validator(mode="before")
     @classmethod
     def _corrected_where_quantized(cls, values: Any) -> Any:
-        """What is sampled with fewer bits is weighed (tis), unless the recipe names a correction or its loss has the
-        ratio. The canary allows for 8 bits, unless the recipe says what it allows; 4 bits are the trainer's too."""
+        """What is sampled with other bits than trained is weighed (tis), unless the recipe names a correction or its
+        loss has the ratio. The canary allows for 8 bits, unless the recipe says what; 4 bits are the trainer's too."""
         engine = as_table(value_at(values, "rollout.engine"))
         if not isinstance(engine, dict) or engine.get("type", "native") != "native":
-            return values
-        if engine.get("quantization") is None and engine.get("kv_cache_dtype") != "fp8":
+            engine = {}
+        if not (
+            engine.get("quantization")
+            or engine.get("kv_cache_dtype") == "fp8"
+            or value_at(values, "trainer.fp8")
+        ):
             return values
         if engine.get("quantization") == "int4" and isinstance(trainer := values.get("trainer", {}), dict):
             values = {**values, "trainer": {"quantization_aware": "int4", **trainer}}
@@ -155,7 +159,9 @@ class RLConfig(OnlineConfig):
             return values
         if LOSSES.load(loss["type"]).uses_rollout_ratio:
             return values
-        logger.info("rollouts are quantised: algorithm.correction = 'tis', since the recipe names none")
+        logger.info(
+            "rollouts and training differ in bits: algorithm.correction = 'tis', since the recipe names none"
+        )
         return {**values, "algorithm": {**algorithm, "correction": {"type": "tis"}}}
 
     @model_validator(mode="after")

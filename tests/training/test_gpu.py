@@ -76,7 +76,9 @@ def test_the_one_pass_optimizer_takes_torchs_step(micro_batch_tokens: int) -> No
         plain.update(make_samples(seed=seed))
         fused.update(make_samples(seed=seed))
     for a, b in zip(plain.engine.slots, fused.engine.slots, strict=True):
-        assert ((a.master - b.master).abs() < 2e-4).float().mean() > 0.98, a.name
+        # A key's bias changes no probability: its gradient is rounding alone, which Adam makes as large as any other.
+        is_rounding = a.name.endswith("k_proj.bias")
+        assert is_rounding or ((a.master - b.master).abs() < 2e-4).float().mean() > 0.98, a.name
         assert torch.equal(b.template, b.master.to(b.template.dtype)), b.name
 
 

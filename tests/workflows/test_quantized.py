@@ -48,6 +48,13 @@ def test_guard_and_canary_allow_for_8_bits() -> None:
     assert config_of(FP8, "sync.canary_tolerance=0.1").sync.canary_tolerance == 0.1
 
 
+def test_training_in_8_bits_is_corrected_as_rollouts_are() -> None:
+    config = config_of("trainer.fp8=true")
+    assert config.is_quantized and config.sync.canary_tolerance == 0.5
+    assert config.algorithm.correction.type == "tis"
+    assert config_of("trainer.fp8=false").algorithm.correction.type == "none"
+
+
 def test_one_switch_makes_the_trainer_compute_with_4_bits_too() -> None:
     config = config_of(INT4)
     assert config.trainer.quantization_aware == "int4" and not config.is_quantized
@@ -58,7 +65,9 @@ def test_one_switch_makes_the_trainer_compute_with_4_bits_too() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
-    "changes", [(FP8, "rollout.engine.kv_cache_dtype=fp8"), (INT4,)], ids=["fp8", "int4"]
+    "changes",
+    [(FP8, "rollout.engine.kv_cache_dtype=fp8"), (INT4,), ("trainer.fp8=true",)],
+    ids=["fp8", "int4", "trained in fp8"],
 )
 def test_the_demo_learns_with_quantised_rollouts(changes: tuple[str, ...], tmp_path: Path) -> None:
     """From below 40 % of held-out sums to above 85 %, which is what the demo promises without."""
