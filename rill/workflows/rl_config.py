@@ -88,9 +88,8 @@ class RLConfig(OnlineConfig):
     def is_quantized(self) -> bool:
         """Whether one of engine and trainer computes with fewer bits than the other."""
         engine: Any = self.rollout.engine
-        if getattr(engine, "kv_cache_dtype", "") == "fp8" or self.trainer.fp8:
-            return True
-        return getattr(engine, "quantization", None) not in (None, self.trainer.quantization_aware)
+        is_fp8 = getattr(engine, "kv_cache_dtype", "") == "fp8" or self.trainer.fp8
+        return is_fp8 or getattr(engine, "quantization", None) not in (None, self.trainer.quantization_aware)
 
     @property
     def reads_gpu(self) -> bool:
@@ -142,11 +141,8 @@ class RLConfig(OnlineConfig):
         engine = as_table(value_at(values, "rollout.engine"))
         if not isinstance(engine, dict) or engine.get("type", "native") != "native":
             engine = {}
-        if not (
-            engine.get("quantization")
-            or engine.get("kv_cache_dtype") == "fp8"
-            or value_at(values, "trainer.fp8")
-        ):
+        is_fp8 = engine.get("kv_cache_dtype") == "fp8" or value_at(values, "trainer.fp8")
+        if not (engine.get("quantization") or is_fp8):
             return values
         if engine.get("quantization") == "int4" and isinstance(trainer := values.get("trainer", {}), dict):
             values = {**values, "trainer": {"quantization_aware": "int4", **trainer}}
@@ -160,7 +156,7 @@ class RLConfig(OnlineConfig):
         if LOSSES.load(loss["type"]).uses_rollout_ratio:
             return values
         logger.info(
-            "rollouts and training differ in bits: algorithm.correction = 'tis', since the recipe names none"
+            "rollouts or training in fewer bits: algorithm.correction = 'tis', as the recipe names none"
         )
         return {**values, "algorithm": {**algorithm, "correction": {"type": "tis"}}}
 
