@@ -155,9 +155,7 @@ class RLConfig(OnlineConfig):
             return values
         if LOSSES.load(loss["type"]).uses_rollout_ratio:
             return values
-        logger.info(
-            "rollouts or training in fewer bits: algorithm.correction = 'tis', as the recipe names none"
-        )
+        logger.info("fewer bits here or there: algorithm.correction = 'tis', since the recipe names none")
         return {**values, "algorithm": {**algorithm, "correction": {"type": "tis"}}}
 
     @model_validator(mode="after")
