@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from rill.errors import ConfigError
 from rill.models.linear import ReplacedLinear
-from rill.models.train.products import GradientSums, hand_over
+from rill.models.train.products import GradientSums, hand_over, product
 
 _LARGEST = 448.0
 _WIDTH_MULTIPLE = 16
@@ -42,7 +42,7 @@ class Linear8(ReplacedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         x_TK, weight_OK = x.flatten(0, -2), self.weight
-        if x.device.type == "cuda":
+        if self.sums is None:
             codes = (*rounded8(x_TK.detach()), *rounded8(weight_OK.detach()))
             out: Tensor = torch.ops.rill.product_fp8(x_TK, weight_OK, *codes)
         else:
@@ -70,7 +70,7 @@ def _multiplied(a8_TK: Tensor, a_T1: Tensor, b8_OK: Tensor, b_O1: Tensor, dtype:
     return ((a8_TK.float() * a_T1) @ (b8_OK.float() * b_O1).t()).to(dtype)
 
 
-# --- on CUDA: an operation, for a compiler that joins the rounding with what comes before ---------------------------
+# --- an operation, for a compiler that joins the rounding with what comes before -------------------------------------
 
 
 @torch.library.custom_op("rill::product_fp8", mutates_args=())
@@ -92,7 +92,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 def _gradient(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
     x_TK, weight_OK = ctx.saved_tensors
     grad_x = product8(grad_TO, weight_OK.t()) if ctx.needs_input_grad[0] else None
-    grad_weight = grad_TO.t() @ x_TK if ctx.needs_input_grad[1] else None
+    grad_weight = product(grad_TO.t(), x_TK) if ctx.needs_input_grad[1] else None
     return grad_x, grad_weight, None, None, None, None
 
 
@@ -104,7 +104,7 @@ def _flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
     return int(2 * x_shape[0] * weight_shape[0] * weight_shape[1])
 
 
-# --- on the CPU: with gradients that are added up in float32 ---------------------------------------------------------
+# --- with gradients that are added up in float32, on the CPU ----------------------------------------------------------
 
 
 class _Product8(torch.autograd.Function):

@@ -51,10 +51,14 @@ def linear(
 ) -> Tensor:
     """x Wᵀ + b, with exact gradients; the weight's goes into `sums` where that has a place for it. `held`: computed
     with held(W), and the gradient is W's as if it were that (straight through)."""
-    if not is_coarse(x):
+    if sums is None or not is_coarse(x):
         if held is not None:  # zero is added, for its gradient
             weight_OK = held(weight_OK.detach()) + (weight_OK - weight_OK.detach())
-        return functional.linear(x, weight_OK, bias_O)
+        if not is_coarse(x):
+            return functional.linear(x, weight_OK, bias_O)
+        # In operations that a compiler knows.
+        bias_O = None if bias_O is None else bias_O.float()
+        return functional.linear(x.float(), weight_OK.float(), bias_O).to(x.dtype)
     return _Linear.apply(x, weight_OK, bias_O, sums, held)  # type: ignore[no-any-return,no-untyped-call]
 
 
