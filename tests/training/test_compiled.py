@@ -1,4 +1,4 @@
-"""Compiled layers on the CPU: one of them is compiled, whatever their products are, and is as near the exact gradient."""
+"""Compiled layers on the CPU: one of all is compiled, whatever its products, as near the exact gradient as before."""
 
 from __future__ import annotations
 
