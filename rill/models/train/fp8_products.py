@@ -2,8 +2,8 @@
 
 Callers: rill.training replaces the forward of the layers' nn.Linear (`replace_products_fp8`). Whatever is summed over
 has a scale, its largest number divided by 448, and codes of e4m3: rows of x and of W in x Wᵀ, rows of dy and columns of
-W in dy W. Masters, gradients and what the optimizer sees are as without. On the CPU the same codes are
-multiplied in float32: as exact, and not faster.
+W in dy W. Masters, gradients and what the optimizer sees are as without. On the CPU the same codes are multiplied in
+float32: as exact, and not faster.
 
 T token, K summed axis, O output.
 """
@@ -109,7 +109,7 @@ def _flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
 
 class _Product8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight_OK: Tensor, sums: GradientSums | None) -> Tensor:
+    def forward(ctx: Any, x_TK: Tensor, weight_OK: Tensor, sums: GradientSums) -> Tensor:
         ctx.save_for_backward(x_TK, weight_OK)
         # Checkpointing gives back other tensors than were saved, and sums are found by the weight itself.
         ctx.weight, ctx.sums = weight_OK, sums

@@ -2,7 +2,7 @@
 
 Callers: rill.training replaces the forward of every MLP that computes as Llama's does (`fuse_mlps`). The first product
 writes silu(gate) · up beside gate and up; in the backward pass the product that leads there applies the activation's
-gradient. The package (quack, `rill[hopper]`) is imported here alone.
+gradient. The package (quack, `rill[hopper]`) enters here.
 
 Its kernels are made at the first call of a process, some seconds for both.
 
@@ -12,6 +12,8 @@ T token, D model width, F inner width; W rows of gate and up by turns.
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,13 +21,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+log = logging.getLogger(__name__)
+
 
 @functools.cache
 def has_fused_mlp(device: torch.device) -> bool:
     """Whether the package is there and its tiles, below, are for this device."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return is_hopper and has_quack()
+
+
+def has_quack() -> bool:
+    """Whether it is installed and can be imported: it has parts that must be those of the machine's CUDA."""
+    if find_spec("quack") is None:
         return False
-    return find_spec("quack") is not None
+    try:
+        importlib.import_module("quack.gemm_interface")
+    except (ImportError, RuntimeError, OSError) as error:
+        how = "install quack-kernels[cu13] beside CUDA 13, or uninstall quack-kernels"
+        log.warning("MLPs are not fused, because quack cannot be imported (%s): %s", error, how)
+        return False
+    return True
 
 
 def fuse_mlps(layers: nn.Module) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +12,7 @@ from transformers import Gemma2Config, Qwen2Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from rill.models.train.fused_mlp import fuse_mlps, has_fused_mlp
+from rill.models.train.fused_mlp import fuse_mlps, has_fused_mlp, has_quack
 
 needs_quack = pytest.mark.skipif(
     not (torch.cuda.is_available() and has_fused_mlp(torch.device("cuda"))), reason="rill[hopper] is not here"
@@ -28,6 +31,18 @@ def test_only_those_that_compute_as_llamas_are_replaced() -> None:
     layers = nn.ModuleList([qwen(), biased, gelu, nn.Linear(4, 4), qwen()])
     assert fuse_mlps(layers) == 2
     assert not has_fused_mlp(torch.device("cpu"))
+
+
+def test_a_package_that_cannot_be_imported_is_named_and_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "quack"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "quack").mkdir()
+    (tmp_path / "quack" / "__init__.py").write_text('raise ImportError("libcute_dsl_runtime.so is not here")')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not has_quack()
+    assert "libcute_dsl_runtime.so is not here" in caplog.text and "quack-kernels[cu13]" in caplog.text
 
 
 @pytest.mark.gpu
