@@ -3,9 +3,8 @@
     python benchmarks/fp8_training.py [--recipe demo] [--seeds 0] [--root DIR] [--svg FILE]
 
 Trains the recipe in bf16 with `trainer.fp8` and without, from the same seeds. Prints a JSON line a run: its held-out
-accuracy by step. On a CPU the codes are multiplied in float32, which shows what
-rounding does and nothing of the speed; that is `training_h200.py --fp8`. A run that has finished in --root is read and
-not made again.
+accuracy by step. On a CPU the codes are multiplied in float32, which shows what rounding does and nothing of the speed;
+that is `training_h200.py --fp8`. A run that has finished in --root is read and not made again.
 """
 
 from __future__ import annotations

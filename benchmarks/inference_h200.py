@@ -118,6 +118,12 @@ def profile(engine: NativeEngine) -> None:
     timed(engine, requests(random_prompts(256, 128, 1), [64] * 256, "warm"))
     seconds, _ = timed(engine, requests(random_prompts(256, 128, 7), [1] * 256, "prompts"))
     report(result="256 prompts of 128 tokens", ms=round(1000 * seconds, 1))
+    for count in (1, 4, 8):
+        batches = [
+            requests(random_prompts(count, 128, 90 + i), [1] * count, f"first{count}-{i}") for i in range(4)
+        ]
+        best = min(timed(engine, batch)[0] for batch in batches)
+        report(result=f"first token of {count} prompts of 128 tokens", ms=round(1000 * best, 2))
     for count in (1, 16, 64):
         report(result=f"a decode step of {count} sequences", ms=step_ms(engine, count))
     kernels_of(engine, 22)

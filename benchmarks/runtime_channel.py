@@ -174,7 +174,7 @@ def _broker_traffic(
     """Bytes that the hub writes to its journal: every descriptor and every request, and nothing else."""
     for num_bytes in (16 * 1024, 1024 * 1024, LARGE_BYTES):
         per_item, turn = -1.0, 0
-        while per_item < 0:  # the journal was cut meanwhile
+        while per_item < 0 and turn < 5:  # the journal was cut meanwhile
             channel = Channel.create(cluster, f"traffic-{num_bytes}-{turn}", capacity_items=8)
             before, turn = _journal_bytes(cluster), turn + 1
             taking = consumers.take_arrays(channel, 50)
