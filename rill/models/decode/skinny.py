@@ -22,8 +22,9 @@ from rill.models.ops.triton_kernels import add_norm
 from rill.models.ops.triton_skinny import ProductShape, product, turn_parts
 
 MAX_ROWS = 64
-FEW_ROWS = 16
-"""Up to so many, tiles are larger and fewer parts are asked for early: found by trying, on an H200."""
+FEW_ROWS, DEEP_ROWS = 16, 32
+"""Up to so many, tiles are larger and fewer parts are asked for early; or more tiles are under way: found by trying, on
+an H200."""
 PREFETCH_BYTES = 8 << 20
 """Of a weight that is cut into parts, asked for before its product may begin. Programs of other products read for so
 long that asking early changes nothing."""
@@ -89,7 +90,7 @@ class SkinnyStages(KernelStages):
     ) -> ProductShape:
         num_out, num_in = weight.shape
         is_cut, is_few, is_fp8 = is_cut and not is_gated, rows <= FEW_ROWS, weight.dtype is FP8
-        tile_n = 128 if is_few and is_cut else 64
+        tile_n = 128 if is_few and is_cut and is_fp8 else 64
         num_tiles, num_parts = -(-num_out // tile_n), 1
         is_wide = is_cut or (is_gated and is_few) or is_fp8
         widest = 256 if is_fp8 and is_cut and not is_few else 128 if is_wide else 64
@@ -98,13 +99,18 @@ class SkinnyStages(KernelStages):
             num_blocks = num_in // tile_k
             num_parts = min(max(1, self._num_sms // num_tiles), num_blocks)
             num_parts = -(-num_blocks // -(-num_blocks // num_parts))  # no part without work
+        num_stages = 4
+        if tile_k == 256 or (is_gated and is_few and not is_fp8):
+            num_stages = 3
+        elif is_cut and weight.dtype.itemsize == 2 and rows <= DEEP_ROWS:
+            num_stages = 6
         prefetch_bytes = PREFETCH_BYTES // (2 if is_few else 1)
         per_row = prefetch_bytes // (num_out * num_parts) // 128 * 128 if is_cut else 0
         return ProductShape(
             num_parts=num_parts,
             tile_n=tile_n,
             tile_k=tile_k,
-            num_stages=3 if (is_gated and is_few and not is_fp8) or tile_k == 256 else 4,
+            num_stages=num_stages,
             num_warps=4,
             prefetch_bytes=per_row,
         )

@@ -294,9 +294,16 @@ def segment_attention_backward(
         scale * _LOG2_E, window, delta.stride(0), num_heads, group,
         WIDTH=width, M=QUERY_TILE, N=STREAMED, HAS_WINDOW=window > 0, **_BACKWARD,
     )  # fmt: skip
-    if parts == 1:
-        return dq, dk[0], dv[0]
-    return dq, dk.sum(0).to(q.dtype), dv.sum(0).to(q.dtype)
+    return dq, _joined(dk, q.dtype), _joined(dv, q.dtype)
+
+
+def _joined(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Their sum, rounded once; two, the usual number, by one kernel."""
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) == 2:
+        return torch.add(parts[0], parts[1], out=parts.new_empty(parts.shape[1:], dtype=dtype))
+    return parts.sum(0).to(dtype)
 
 
 def _streamed(x_THE: Tensor) -> TensorDescriptor:
