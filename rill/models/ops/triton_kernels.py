@@ -23,6 +23,8 @@ from rill.models.ops.triton_fp8 import as_read, cached, scaled, store_fp8, store
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
 PREFILL_TILE = 64
+FEW_PROGRAMS = 256
+"""So many run at once on a device, however many warps each has: found by trying, on an H200."""
 
 
 @triton.jit
@@ -327,7 +329,7 @@ class TritonKernels:
         made, block = Fp8Rows.empty((rows, width), gate_up.device), min(2048, power_of_2(width))
         _act_mul_fp8[(rows,)](
             gate_up, scales.x_B, scales.weight_N, *made, width, GELU=gelu, BLOCK=block, NUM=-(-width // block),
-            num_warps=8, **early,
+            num_warps=32 if rows <= FEW_PROGRAMS else 8, **early,
         )  # fmt: skip
         return made
 
