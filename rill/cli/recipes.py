@@ -49,8 +49,9 @@ def copy(
       rill recipes copy demo mine
     """
     source = find_recipe(recipe)
-    if Path(name).name != name:
-        raise UserError(f"{name!r} is a path: give a name, and the file becomes recipes/NAME.toml")
+    name = name.removesuffix(".toml")
+    if not name or Path(name).name != name:
+        raise UserError(f"{name!r} is no name: give a name, and the file becomes recipes/NAME.toml")
     target = Path("recipes") / f"{name}.toml"
     if target.exists():
         raise UserError(f"{target} exists: choose another name")

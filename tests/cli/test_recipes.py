@@ -34,3 +34,8 @@ def test_a_copy_is_ones_own_and_never_overwrites() -> None:
     run("recipes", "copy", "small", "mine")
     assert Path("recipes/mine.toml").read_text() == "# A small run\nsteps = 3\n"
     assert "exists" in run("recipes", "copy", "small", "mine", exit_code=2)
+    assert "recipes/other.toml: edit it, then `rill train other`" in run(
+        "recipes", "copy", "small", "other.toml"
+    )
+    for wrong in ("", "a/b"):
+        assert "is no name" in run("recipes", "copy", "small", wrong, exit_code=2)
