@@ -291,6 +291,8 @@ def rm(
         typer.confirm(f"delete {', '.join(str(each.path) for each in opened)}?", abort=True)
     for each in opened:
         each.remove()
+        if each.path.exists():
+            raise UserError(f"{each.path} could not be deleted, or not all of it: see whose it is")
         say(f"deleted {each.path}")
 
 

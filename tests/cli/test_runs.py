@@ -163,3 +163,9 @@ def test_a_run_is_deleted_once_it_is_confirmed_and_never_while_it_runs() -> None
     going_on = Run.create("young")
     assert "is running" in run("runs", "rm", "young", "--yes", exit_code=2)
     going_on.close()
+
+
+def test_a_run_that_cannot_be_deleted_is_not_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished_run("old")
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
+    assert "could not be deleted" in run("runs", "rm", "old", "--yes", exit_code=2)
