@@ -58,6 +58,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 INTERRUPTED = 130
 DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """Trouble with the machine that no part of rill could have foreseen; no bug either."""
+PATH_TROUBLE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
+)
+"""A file or folder that was named and cannot be used so."""
 
 
 class CommandTable(TyperGroup):
@@ -86,6 +90,9 @@ class CommandTable(TyperGroup):
             complain(f"error: {message}", error)
             raise typer.Exit(exit_code) from None
         except OSError as error:
+            if error.errno in PATH_TROUBLE and error.filename is not None:
+                complain(f"error: {error.filename}: {error.strerror}", error)
+                raise typer.Exit(UserError.exit_code) from None
             if error.errno not in DISK_TROUBLE:
                 raise
             complain(f"error: {error}: make room, or write elsewhere (--root FOLDER)", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -221,6 +222,20 @@ def test_a_full_disk_is_said_in_one_line(tmp_path: Path) -> None:
     _, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
     assert "No space left on device: make room" in stderr and "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("trouble", [PermissionError, NotADirectoryError])
+def test_a_file_that_cannot_be_used_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: type[OSError]
+) -> None:
+    code = errno.EACCES if trouble is PermissionError else errno.ENOTDIR
+
+    def deny(*_: Any) -> None:
+        raise trouble(code, "no way in", "rows.jsonl")
+
+    monkeypatch.setattr("rill.cli.runs.list_runs", deny)
+    result = CliRunner().invoke(app, ["runs", "--root", str(tmp_path)])
+    assert (result.exit_code, result.output) == (2, "error: rows.jsonl: no way in\n")
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
