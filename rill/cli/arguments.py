@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rill.errors import UserError
 from rill.telemetry.run import RUNS_FOLDER, Run, list_runs
 
 RUNS = Path(RUNS_FOLDER)
@@ -32,6 +34,19 @@ def model_path(model: str) -> str:
     if run is None and "/" not in model and not Path(model).exists():
         run = Run.open(model)  # tells the runs there are
     return model if run is None else str(run.trained_model())
+
+
+def to_write(path: Path | None) -> Path | None:
+    """The callback of an option that names a file to write: its folder is made, and what cannot be written is told
+    before the work and not behind it."""
+    if path is None:
+        return None
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: name a file in it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{path} cannot be written: name another file")
+    return path
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

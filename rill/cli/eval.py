@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rill.cli.arguments import RUNS, AsJson, Model, Root
+from rill.cli.arguments import RUNS, AsJson, Model, Root, to_write
 from rill.cli.console import say, say_json, say_table, waiting
 from rill.config.files import with_overrides
 from rill.config.resolve import resolve
@@ -28,7 +28,10 @@ def evaluate(
     task: Annotated[str, typer.Option("--task", help="A dataset's name. Default: the run's own.")] = "",
     root: Root = RUNS,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Keep the answers here. Default: in the run's folder.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Keep the answers here. Default: in the run's folder.", callback=to_write
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

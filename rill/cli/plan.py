@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from rill.cli.arguments import RUNS, AsJson, Root
+from rill.cli.arguments import RUNS, AsJson, Root, to_write
 from rill.cli.console import say, say_json, say_table
 from rill.config.files import RecipeValues, load_recipe
 from rill.config.recipes import list_recipes
@@ -81,8 +81,12 @@ def plan(
     graph: Annotated[
         str | None, typer.Option(help="Draw the graph instead: text or mermaid.", metavar="STYLE")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan to this file.")] = None,
-    save_profile: Annotated[Path | None, typer.Option(help="Write the profile that was used.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the plan to this file.", callback=to_write)
+    ] = None,
+    save_profile: Annotated[
+        Path | None, typer.Option(help="Write the profile that was used.", callback=to_write)
+    ] = None,
     as_json: AsJson = False,
     root: Root = RUNS,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rill.cli.arguments import RUNS, Root, RunName
+from rill.cli.arguments import RUNS, Root, RunName, to_write
 from rill.cli.console import say
 from rill.dashboard.curves import write_curves
 from rill.dashboard.report import write_report
@@ -21,11 +21,14 @@ def report(
     run: RunName,
     root: Root = RUNS,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Default: report.html in the run folder.")
+        Path | None,
+        typer.Option("--out", "-o", help="Default: report.html in the run folder.", callback=to_write),
     ] = None,
     svg: Annotated[
         Path | None,
-        typer.Option("--svg", help="Draw the main curves into this SVG file instead of the page."),
+        typer.Option(
+            "--svg", help="Draw the main curves into this SVG file instead of the page.", callback=to_write
+        ),
     ] = None,
 ) -> None:
     """Write a page with a run's curves, its timeline and its rollouts. Works while the run goes on.

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rill.cli.arguments import RUNS, AsJson, Root, RunName
+from rill.cli.arguments import RUNS, AsJson, Root, RunName, to_write
 from rill.cli.console import say, say_json, say_paged, say_table
 from rill.cli.progress import curve_lines, duration, history_of
 from rill.errors import UserError
@@ -146,7 +146,8 @@ def trace(
     run: RunName,
     root: Root = RUNS,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Default: trace.json in the run folder.")
+        Path | None,
+        typer.Option("--out", "-o", help="Default: trace.json in the run folder.", callback=to_write),
     ] = None,
 ) -> None:
     """Merge a run's spans into one file for https://ui.perfetto.dev or chrome://tracing.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rill.cli.arguments import RUNS, AsJson, Root
+from rill.cli.arguments import RUNS, AsJson, Root, to_write
 from rill.cli.console import say, say_json, say_table
 from rill.cli.plan import Devices, OtherOk, Overrides, Profiles, Target, read_question
 from rill.errors import UserError
@@ -38,7 +38,8 @@ def simulate_command(
     jitter: Annotated[float, typer.Option(help="Relative deviation of every chunk's time.")] = 0.0,
     other_ok: OtherOk = False,
     svg: Annotated[
-        Path | None, typer.Option(help="Draw efficiency and time by phase into this file.")
+        Path | None,
+        typer.Option(help="Draw efficiency and time by phase into this file.", callback=to_write),
     ] = None,
     as_json: AsJson = False,
     root: Root = RUNS,

@@ -169,3 +169,27 @@ def test_a_run_that_cannot_be_deleted_is_not_said_to_be(monkeypatch: pytest.Monk
     finished_run("old")
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
     assert "could not be deleted" in run("runs", "rm", "old", "--yes", exit_code=2)
+
+
+def test_a_file_to_write_is_looked_at_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished_run("done")
+    Path("folder").mkdir()
+    Path("file").touch()
+    told = {"folder": "folder is a folder: name a file in it", "file/page": "file: File exists"}
+    commands = [
+        ("report", "done", "-o"),
+        ("report", "done", "--svg"),
+        ("runs", "trace", "done", "-o"),
+        ("eval", "done", "-o"),
+        ("plan", "done", "-o"),
+        ("plan", "done", "--save-profile"),
+        ("simulate", "done", "--svg"),
+    ]
+    for command in commands:
+        for place, said in told.items():
+            assert said in run(*command, place, exit_code=2)
+    assert sorted(path.name for path in Path().iterdir()) == ["file", "folder", "runs"]
+    run("report", "done", "-o", "new/page.html")
+    assert Path("new/page.html").exists()
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert "page.html cannot be written" in run("report", "done", "-o", "page.html", exit_code=2)
