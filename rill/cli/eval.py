@@ -61,7 +61,7 @@ def evaluate(
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task_id = progress.add_task("answers", total=None)
         run = Run.find(model, root=root)
-        own = None if run is None else next_path(run)
+        own = None if run is None or out is not None else next_path(run)
         transcripts = None
         if run is not None and own is not None:
             steps = [row.step for row in read_metrics(run.path)]

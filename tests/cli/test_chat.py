@@ -155,6 +155,10 @@ def test_an_evaluation_of_an_agent_tells_what_it_took_and_its_transcripts_are_in
     group = shown.group(0, 0)
     assert shown.num_groups == 2 and (group["evaluates"], group["step"]) == ("eval-0001 held_out", 0)
     assert read_rollouts(run) == [], "what training recorded"
+    apart = CliRunner().invoke(app, [*asked, "-o", str(tmp_path / "apart.jsonl")])
+    assert apart.exit_code == 0, apart.output
+    logs = [path.name for path in (run.path / "rollouts").glob("eval-*.jsonl")]
+    assert logs == ["eval-0001.jsonl"], "one kept elsewhere does not take the number of the run's next"
 
 
 def test_a_chat_model_is_asked_with_the_arguments_of_its_training() -> None:
