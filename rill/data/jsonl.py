@@ -56,7 +56,7 @@ class JsonlDataset(RowDataset):
     def row(self, number: int) -> Any:
         with self._lock:
             self._file.seek(int(self._lines[number, 0]))
-            line = self._file.readline()
+            line = self._file.readline().rstrip(b"\r\n")
         try:
             return json.loads(line)
         except json.JSONDecodeError as error:

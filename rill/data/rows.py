@@ -189,9 +189,8 @@ def _from_question(row: dict[str, Any], config: RowConfig, where: str, row_id: s
     asked = row.get(name)
     if not asked:
         wanted = f"{name!r}" if name else f"one of {', '.join(QUESTION_NAMES)}, or messages"
-        raise DataError(
-            f"{where}: no question: needs {wanted}; the row has {', '.join(map(str, row)) or 'nothing'}"
-        )
+        filled = ", ".join(str(key) for key, value in row.items() if value) or "nothing"
+        raise DataError(f"{where}: no question: needs {wanted}; filled in the row: {filled}")
     text: str | None = None
     if isinstance(asked, list):
         messages = parse_messages(asked, where)

@@ -87,7 +87,9 @@ def test_messages_and_completions_become_sft_examples(tmp_path: Path) -> None:
     [
         ("{not json", "not JSON"),
         ("[1, 2]", "table of fields"),
+        ('{"question": ', "column 14: not JSON"),
         ({"answer": "4"}, "no question"),
+        ({"question": None, "answer": "4"}, "no question.*filled in the row: answer$"),
         ({"question": 5}, "must be text"),
         ({"messages": []}, "at least one"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role among"),
