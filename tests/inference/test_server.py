@@ -516,6 +516,22 @@ def test_a_client_that_leaves_has_its_requests_aborted() -> None:
     engine.close()
 
 
+def test_a_client_that_leaves_is_noticed_in_a_fraction_of_a_second_and_nobody_else_is() -> None:
+    engine = FakeEngine()
+    engine.pause(PauseMode.INTERRUPT)
+    body = {"token_ids": [8, 9], "sampling_params": {"max_tokens": 40}}
+    with start(engine) as server, ThreadPoolExecutor(1) as pool:
+        stays = pool.submit(http.post, server.url + "/inference/v1/generate", json=body)
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(server.url + "/inference/v1/generate", json=body, timeout=0.5)
+        _eventually(lambda: engine.stats().num_running == 1, 1.0)
+        time.sleep(0.6)  # looked at again, and again
+        engine.resume()
+        assert stays.result().status_code == 200
+        assert "rill_aborted_total 1\n" in http.get(server.url + "/metrics").text
+    engine.close()
+
+
 def test_before_its_first_token_a_stream_is_refused_by_status_and_forgotten_with_its_client() -> None:
     engine = FakeEngine()
     engine.pause(PauseMode.INTERRUPT)

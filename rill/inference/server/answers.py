@@ -108,7 +108,7 @@ async def respond(call: Call, answer: Answer) -> Response:
         held.enter_context(state.admission.admit())
         name = (call.caller, answer.name)
         samples = held.enter_context(
-            state.generation.submit(requests, name, call.http.receive, is_streamed=answer.is_streamed)
+            state.generation.submit(requests, name, call.receive, is_streamed=answer.is_streamed)
         )
         if not answer.is_streamed:
             return json_response(await answer.whole(samples))
@@ -165,11 +165,22 @@ class TokenEntry(TopToken, gc=False):
     top_logprobs: tuple[TopToken, ...] = ()
 
 
-def logprob_entries(codec: TextCodec | None, piece: Piece, *, as_ids: bool) -> list[TokenEntry]:
+def logprob_entries(codec: TextCodec | None, piece: Piece, *, as_ids: bool) -> list[TokenEntry] | msgspec.Raw:
     """`logprobs.content`. Without a codec, for clients that have no text, tokens have no bytes."""
+    if codec is None and piece.top is None and len(piece.token_ids):
+        return _plain_entries(piece)
     tops = _top_tokens(codec, piece, as_ids=as_ids) or itertools.repeat(())
     ids: list[int] = piece.token_ids.tolist()
     return list(map(TokenEntry, *_told(codec, ids, piece.logprobs, as_ids=as_ids), tops))
+
+
+def _plain_entries(piece: Piece) -> msgspec.Raw:
+    """The text of entries that tell no more than a token's id and its log-probability, without making them."""
+    head, tail = b'{"token":"token_id:', b',"bytes":null,"top_logprobs":[]}'
+    parts = [tail + b"," + head, b"", b'","logprob":', b""] * len(piece.token_ids)
+    parts[1::4] = msgspec.json.encode(piece.token_ids.tolist())[1:-1].split(b",")
+    parts[3::4] = msgspec.json.encode(finite(piece.logprobs))[1:-1].split(b",")
+    return msgspec.Raw(b"[" + b"".join(parts)[len(tail) + 1 :] + tail + b"]")
 
 
 def completion_logprobs(codec: TextCodec, piece: Piece, *, as_ids: bool, offset: int) -> dict[str, Any]:

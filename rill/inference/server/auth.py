@@ -10,7 +10,8 @@ import hashlib
 import hmac
 import ipaddress
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
+from starlette.types import Scope
 
 from rill.inference.server.config import ServerConfig
 from rill.inference.server.errors import ApiError
@@ -25,16 +26,17 @@ class KeyRing:
         self._clients = [_digest(key.get_secret_value()) for key in config.api_keys]
         self._admin = None if config.admin_key is None else _digest(config.admin_key.get_secret_value())
 
-    def check_client(self, request: Request) -> str:
+    def check_client(self, scope: Scope) -> str:
         """The caller's name for limits and logs: a short digest of its key, never the key."""
         if not self._clients:
             return ANONYMOUS
-        digest = _given_digest(request, "send `Authorization: Bearer KEY`")
+        digest = _given_digest(HTTPConnection(scope), "send `Authorization: Bearer KEY`")
         if not _matches(digest, self._clients):
             raise ApiError(401, "incorrect API key", code="invalid_api_key")
         return digest.hex()[:12]
 
-    def check_admin(self, request: Request) -> None:
+    def check_admin(self, scope: Scope) -> None:
+        request = HTTPConnection(scope)
         if self._admin is None and _is_local(request):
             return
         if self._admin is None:
@@ -48,7 +50,7 @@ class KeyRing:
             raise ApiError(401, "incorrect API key", code="invalid_api_key")
 
 
-def _given_digest(request: Request, advice: str) -> bytes:
+def _given_digest(request: HTTPConnection, advice: str) -> bytes:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else ""
     given = given or request.headers.get("x-api-key", "")
@@ -68,7 +70,7 @@ def _matches(digest: bytes, keys: list[bytes]) -> bool:
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
 
-def _is_local(request: Request) -> bool:
+def _is_local(request: HTTPConnection) -> bool:
     """A program on this machine that speaks to us directly.
 
     A proxy on this machine has a local address, and speaks for anybody; a web page reaches a local server through

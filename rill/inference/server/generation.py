@@ -46,6 +46,9 @@ _STREAM_SHARE_S = 0.002
 """What every open stream adds to the interval, at least: an event costs the loop about a fifteenth of that."""
 _NUM_PER_TURN = 2
 """How many listeners hear of something in one turn of the loop."""
+_LOOK_INTERVAL_S = 0.25
+"""Between two looks at what is under way, for clients that left and deadlines that passed. A task and a timer for each
+request would cost a tenth of all that it costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +146,12 @@ class Generation:
 
     def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float, stream_interval_s: float) -> None:
         self.metrics = metrics
-        self.timeout_s = timeout_s or None
+        self.timeout_s = timeout_s
         self._stream_interval_s = stream_interval_s
         self._engine = engine
         self._under_way: dict[Samples, tuple[str, str]] = {}
         """With the caller, and what it calls the request: a client may use a name twice."""
+        self._is_looking = False
         # A thread of its own: an engine may be busy for as long as an update takes, and what else runs in threads
         # (health checks among it) must not wait behind those whom a client has left.
         self._aborts = ThreadPoolExecutor(1, thread_name_prefix="server-abort")
@@ -170,6 +174,8 @@ class Generation:
         if is_streamed:
             hub.streams.update(dict.fromkeys(samples.request_ids, samples))
         self._under_way[samples] = name
+        if not self._is_looking:
+            self._look()
         try:
             futures = self._engine.submit(requests, hub.push if is_streamed else None)
             samples.num_left = len(futures)
@@ -177,7 +183,6 @@ class Generation:
                 future.add_done_callback(lambda done: hub.push_end(samples, done))
             yield samples
         finally:
-            samples.close()
             for request_id in samples.request_ids:
                 hub.streams.pop(request_id, None)
             del self._under_way[samples]
@@ -192,6 +197,14 @@ class Generation:
             self.metrics.num_aborted += len(ids)
             await asyncio.get_running_loop().run_in_executor(self._aborts, self._engine.abort, ids)
         return len(ids)
+
+    def _look(self) -> None:
+        """At all that is under way, and again later while something is."""
+        self._is_looking = bool(self._under_way)
+        if self._is_looking:
+            asyncio.get_running_loop().call_later(_LOOK_INTERVAL_S, self._look)
+        for samples in self._under_way:
+            samples.look()
 
     def _abort_quietly(self, request_ids: list[str]) -> None:
         try:
@@ -215,6 +228,7 @@ class Samples:
         """Of those that have, in that order."""
         self._owner = owner
         self._requests = requests
+        self._receive = receive
         self._index = {r.id: i for i, r in enumerate(requests)}
         self._received = [0] * len(requests)
         self._ended: set[str] = set()
@@ -222,10 +236,6 @@ class Samples:
         self._wake = asyncio.Event()
         self._opened_at = time.perf_counter()
         self._error: ApiError | None = None
-        # One timer for all of it: a timeout around every wait would cost a task each.
-        loop, limit = asyncio.get_running_loop(), owner.timeout_s
-        self._deadline = None if limit is None else loop.call_later(limit, self._be_late, limit)
-        self._watcher = loop.create_task(self._watch(receive))
 
     def deliver(self, news: Sequence[News]) -> None:
         self._news.extend(news)
@@ -233,7 +243,13 @@ class Samples:
 
     async def whole(self) -> list[Piece]:
         """Of samples that are not streamed: all of each, in the order of the requests."""
-        pieces = [piece async for batch in self for piece in batch]
+        pieces: list[Piece] = []
+        while self.num_left:
+            new, ends = await self._next()
+            pieces += new
+            for end in ends:
+                end.result()
+        self._count()
         return sorted(pieces, key=lambda piece: piece.index)
 
     async def begun(self) -> None:
@@ -246,32 +262,35 @@ class Samples:
                 item.result()
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
-        metrics, is_first = self._owner.metrics, True
+        is_first = True
         while self.num_left:
-            await self._wake.wait()
-            self._wake.clear()
-            if self._error is not None:
-                raise self._error
-            news, self._news = self._news, []
-            ends = [item for item in news if not isinstance(item, Delta)]
-            pieces = self._pieces([item for item in news if isinstance(item, Delta)], ends)
+            pieces, ends = await self._next()
             if is_first and self.has_token:
                 is_first = False
-                metrics.first_token_s.observe(time.perf_counter() - self._opened_at)
+                self._owner.metrics.first_token_s.observe(time.perf_counter() - self._opened_at)
             if pieces:
                 yield pieces
             for end in ends:
                 end.result()  # a sample that failed ends the stream, after what came before it
+        self._count()
+
+    async def _next(self) -> tuple[list[Piece], list[Future[Completion]]]:
+        """What is new, once something is; and which samples have ended with it, well or not."""
+        await self._wake.wait()
+        self._wake.clear()
+        if self._error is not None:
+            raise self._error
+        news, self._news = self._news, []
+        ends = [item for item in news if not isinstance(item, Delta)]
+        return self._pieces([item for item in news if isinstance(item, Delta)], ends), ends
+
+    def _count(self) -> None:
+        metrics = self._owner.metrics
         metrics.latency_s.observe(time.perf_counter() - self._opened_at)
         metrics.num_prompt_tokens += sum(len(r.token_ids) for r in self._requests)
         for completion in self.completions:
             metrics.num_completion_tokens += len(completion.token_ids)
             metrics.completion_tokens.observe(len(completion.token_ids))
-
-    def close(self) -> None:
-        self._watcher.cancel()
-        if self._deadline is not None:
-            self._deadline.cancel()
 
     def _pieces(self, deltas: Sequence[Delta], ends: Sequence[Future[Completion]]) -> list[Piece]:
         """One piece for each sample, however many tokens it gained: what waits behind a busy loop travels together."""
@@ -298,19 +317,25 @@ class Samples:
         self._error = error
         self._wake.set()
 
-    def _be_late(self, limit_s: float) -> None:
-        message = f"the request took longer than {limit_s} s and was given up"
-        self._give_up(ApiError(408, message, code="timeout"))
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._give_up(ApiError(499, "the client went away"))
+    def look(self) -> None:
+        """Gives up where it is late, or the client went away: what is told of it is asked for, and not waited for."""
+        limit_s = self._owner.timeout_s
+        if limit_s and time.perf_counter() - self._opened_at > limit_s:
+            message = f"the request took longer than {limit_s} s and was given up"
+            self._give_up(ApiError(408, message, code="timeout"))
+        told = self._receive().__await__()
+        try:
+            next(told)
+        except StopIteration as end:
+            if end.value["type"] == "http.disconnect":
+                self._give_up(ApiError(499, "the client went away"))
+        finally:
+            told.close()
 
 
 def finite(logprobs: Floats) -> list[float]:
     """JSON has no infinities; clients need numbers."""
     values: list[float] = logprobs.tolist()
-    if all(map(math.isfinite, values)):
+    if math.isfinite(sum(values)):  # one that is not leaves no sum that is
         return values
     return [v if math.isfinite(v) else 0.0 if v > 0 else -9999.0 for v in values]

@@ -21,7 +21,6 @@ import msgspec
 from pydantic import BaseModel
 from pydantic import ValidationError as PydanticError
 from pydantic.json_schema import models_json_schema
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -63,7 +62,7 @@ class Call:
     """One request, whose caller may make it."""
 
     state: ServerState
-    http: Request
+    receive: Receive
     caller: str
     """A short digest of its key."""
     name: str = ""
@@ -139,7 +138,7 @@ class Application:
         endpoint = None
         try:
             endpoint, name = self._find(scope["method"], scope["path"])
-            response = await self._answer(endpoint, name, Request(scope, receive))
+            response = await self._answer(endpoint, name, scope, receive)
         except Exception as error:
             response = error_response(to_api_error(error), None if endpoint is None else endpoint.tell)
             if response.status_code == 500:
@@ -149,17 +148,17 @@ class Application:
         self.state.metrics.responses[path, response.status_code] += 1
         await response(scope, receive, send)
 
-    async def _answer(self, endpoint: Endpoint, name: str, request: Request) -> Response:
+    async def _answer(self, endpoint: Endpoint, name: str, scope: Scope, receive: Receive) -> Response:
         state, caller = self.state, ""
         if endpoint.access is Access.CLIENT:
-            caller = state.keys.check_client(request)
+            caller = state.keys.check_client(scope)
         elif endpoint.access is Access.ADMIN:
-            state.keys.check_admin(request)
-        body = () if endpoint.body is None else (await self._body(endpoint, request),)
+            state.keys.check_admin(scope)
+        body = () if endpoint.body is None else (await self._body(endpoint, scope, receive),)
         if endpoint.access is Access.ADMIN:
             answer = await state.act(endpoint.path.strip("/"), partial(endpoint.handler, state, *body))
         else:
-            call = Call(state=state, http=request, caller=caller, name=name)
+            call = Call(state=state, receive=receive, caller=caller, name=name)
             answer = await endpoint.handler(call, *body)
         return answer if isinstance(answer, Response) else json_response(answer)
 
@@ -174,9 +173,9 @@ class Application:
             raise ApiError(405, "Method Not Allowed", headers={"Allow": ", ".join(sorted(by_method))})
         return by_method[method], name
 
-    async def _body(self, endpoint: Endpoint, request: Request) -> BaseModel | None:
-        headers: dict[bytes, bytes] = dict(request.scope["headers"])
-        content = await self._read(request.receive, headers.get(b"content-length", b"0"))
+    async def _body(self, endpoint: Endpoint, scope: Scope, receive: Receive) -> BaseModel | None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        content = await self._read(receive, headers.get(b"content-length", b"0"))
         if not content and not endpoint.needs_body:
             return None
         # What a web page may send without asking is of no other type.
