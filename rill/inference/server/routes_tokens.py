@@ -67,13 +67,14 @@ class _Answer:
     def requests(self) -> list[EngineRequest]:
         """A max_tokens beyond the context is cut to it: a trainer asks for "as much as fits"."""
         state, body, sampling = self._state, self._body, self._body.sampling_params
-        beside = {"model": body.model or sampling.model, "cache_salt": body.cache_salt or sampling.cache_salt}
+        names = ("model", "cache_salt", "priority")  # they may stand beside the sampling parameters
+        beside = {name: value for name in names if (value := getattr(body, name))}
         if sampling.prompt_logprobs is not None:
             what = "this engine cannot score prompts"
             state.require(Feature.SCORE, "sampling_params.prompt_logprobs", what)
         return build_requests(
             state,
-            sampling.model_copy(update=beside | {"priority": body.priority or sampling.priority}),
+            sampling.model_copy(update=beside) if beside else sampling,
             [body.token_ids],
             # A client may repeat its id; the engine's ids must differ.
             request_id=new_id("gen"),

@@ -119,7 +119,8 @@ def build_requests(
 def _sampling(body: SamplingBody, max_new_tokens: int, sample: int) -> SamplingParams:
     if body.min_tokens > max_new_tokens:
         raise bad_request(f"min_tokens is {body.min_tokens}, max_tokens only {max_new_tokens}", "min_tokens")
-    if len(body.stops) > _MAX_STOPS or not all(0 < len(stop) <= _MAX_STOP_CHARS for stop in body.stops):
+    stops = body.stops
+    if len(stops) > _MAX_STOPS or not all(0 < len(stop) <= _MAX_STOP_CHARS for stop in stops):
         wanted = f"up to {_MAX_STOPS} non-empty strings of at most {_MAX_STOP_CHARS} characters"
         raise bad_request(f"stop takes {wanted}", "stop")
     bias = body.logit_bias or {}
@@ -130,7 +131,7 @@ def _sampling(body: SamplingBody, max_new_tokens: int, sample: int) -> SamplingP
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
         top_k=max(0, body.top_k or 0),
-        stop=body.stops,
+        stop=stops,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
         logit_bias={int(key): value for key, value in bias.items()},

@@ -32,9 +32,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
+        known = cls.__pydantic_fields__
+        if not isinstance(values, dict) or values.keys() <= known.keys():
             return values
-        known = cls.model_fields
         return {k: v for k, v in values.items() if k in known or not (v is None or k in HINTS)}
 
 

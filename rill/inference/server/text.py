@@ -175,7 +175,7 @@ class TextStream:
 
     def feed(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """The text that became final with these tokens."""
-        if self._dropped_ids:
+        if not self._dropped_ids.isdisjoint(token_ids):
             token_ids = [i for i in token_ids if i not in self._dropped_ids]
         if self.is_stopped:
             return ""

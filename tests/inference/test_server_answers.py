@@ -1,0 +1,45 @@
+"""What is told of tokens, as JSON: the same text whichever way it is made."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from rill.inference.base import TopTokens
+from rill.inference.server.answers import TokenEntry, logprob_entries
+from rill.inference.server.generation import Piece, finite
+
+INF = float("inf")
+LOGPROBS = {
+    "usual": [-0.5, -1.25e-7, -3.0, 0.0],
+    "odd": [-INF, INF, float("nan"), -1e-30, -0.0, -3.4e38, -3.4e38],
+    "none": [],
+}
+
+
+def piece(logprobs: list[float], top: TopTokens | None = None) -> Piece:
+    ids = np.arange(len(logprobs), dtype=np.int32) * 71_003
+    values = np.array(logprobs, np.float32)
+    return Piece(index=0, token_ids=ids, logprobs=values, versions=ids, top=top)
+
+
+@pytest.mark.parametrize("logprobs", LOGPROBS.values(), ids=LOGPROBS)
+def test_entries_of_ids_are_written_as_the_entries_themselves_would_be(logprobs: list[float]) -> None:
+    told = piece(logprobs)
+    pairs = zip(told.token_ids.tolist(), finite(told.logprobs), strict=True)
+    entries = [TokenEntry(f"token_id:{token_id}", logprob) for token_id, logprob in pairs]
+    assert msgspec.json.encode(logprob_entries(None, told, as_ids=True)) == msgspec.json.encode(entries)
+
+
+def test_with_the_likeliest_tokens_they_are_told_too() -> None:
+    top = TopTokens(token_ids=np.array([[7, 8]]), logprobs=np.array([[-0.5, -INF]], np.float32))
+    (entry,) = msgspec.json.decode(
+        msgspec.json.encode(logprob_entries(None, piece([-0.5], top), as_ids=True))
+    )
+    assert [each["token"] for each in entry["top_logprobs"]] == ["token_id:7", "token_id:8"]
+    assert entry["top_logprobs"][1]["logprob"] == -9999.0
+
+
+def test_numbers_that_json_lacks_become_such_as_it_has() -> None:
+    assert finite(np.array([-INF, INF, np.nan, -1.0], np.float32)) == [-9999.0, 0.0, -9999.0, -1.0]
