@@ -98,7 +98,7 @@ def advantage_batch(
         num_seqs=len(found),
         rewards_S=_column([t.reward + p for t, p in zip(found, penalties, strict=True)]),
         group_S=_numbers([(t.group_id, t.agent) for t in found]),
-        episode_S=_numbers([_episode(t) for t in found]),
+        episode_S=_numbers([(_episode(t), t.agent) for t in found]),
         lengths_S=_column([float(np.count_nonzero(t.loss_mask)) for t in found]),
         parts_S={name: _column([t.reward_parts[name] for t in found]) for name in names},
         greedy_rewards_S=_greedy(found),

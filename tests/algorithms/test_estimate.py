@@ -133,6 +133,31 @@ def test_agents_of_one_group_have_baselines_of_their_own():
     assert scalars(filled(algorithm(type="dr_grpo"), *members)) == [0.5, -0.5, -5.0, 5.0]
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["grpo", "return_to_go", "gigpo", "reinforce_pp_baseline", "lite_ppo", "gpg"]
+)
+def test_two_agents_of_an_episode_each_count_once_in_their_own_group(name, size):
+    """Not half each: two episodes would be a group of one, which has no baseline."""
+    algo = algorithm(type=name, kl={"coefficient": 0.0})
+    rewards = np.random.default_rng(2).normal(size=(size, 2))
+
+    def found(**episodes):
+        members = [
+            trajectory(
+                f"{e}:{agent}", reward=float(rewards[e, a]), agent=agent, episode_id=f"{e}{episodes[agent]}"
+            )
+            for e in range(size)
+            for a, agent in enumerate(("one", "two"))
+        ]
+        return scalars(filled(algo, *members))
+
+    assert found(one="", two="") == pytest.approx(found(one="", two="'s own"), abs=1e-6)
+    if name == "return_to_go":
+        of_one = found(one="", two="")[::2]
+        assert of_one == pytest.approx(reference.rloo(rewards[:, 0].tolist()), abs=1e-6)
+
+
 def test_rewards_land_on_the_last_trained_token_up_to_where_they_were_given():
     """Tokens: 2 of the prompt, a turn at 2–4, an observation at 5, a turn at 6–7. The observation's reward belongs to
     the first turn; what was given before the first trained token to nobody here."""

@@ -47,7 +47,7 @@ class AdvantageBatch:
     group_S: Tensor | None = None
     """int64: sequences of one prompt share a number. Any numbers."""
     episode_S: Tensor | None = None
-    """int64: sequences of one episode share a number and count once in their group. None: each its own."""
+    """int64: sequences of one agent in one episode share a number and count once in their group. None: each its own."""
     lengths_S: Tensor | None = None
     """Trained tokens before any were masked. None: those of the mask."""
     parts_S: Mapping[str, Tensor] = field(default_factory=dict)
