@@ -14,6 +14,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from rill.algorithms import Algorithm, AlgorithmConfig, Scope
@@ -116,7 +117,9 @@ class Advantages:
         self._algorithm = algorithm
         self._trainer = trainer
         self._waiting: list[Sample] = []
+        self._num_tokens = 0.0
         self.metrics: dict[str, float] = {}
+        """Of the batch so far: a chunk counts by its trained tokens."""
 
     def add(self, samples: list[Sample], *, is_last: bool) -> list[Sample] | None:
         """The samples that can be trained on now; None while they wait for the rest of the batch. A collective."""
@@ -125,8 +128,14 @@ class Advantages:
             if not is_last:
                 return None
             samples, self._waiting = self._waiting, []
-        judged, found = self._algorithm.advantages(samples, reduce=self._trainer.world.sum_over_data)
-        self.metrics |= found
+        reduce = self._trainer.world.sum_over_data
+        judged, found = self._algorithm.advantages(samples, reduce=reduce)
+        if found:
+            num_own = sum(int(sample.trajectory.loss_mask.sum()) for sample in judged)
+            num_new = float(reduce(torch.tensor(num_own, dtype=torch.float64)))
+            self._num_tokens += num_new
+            share = num_new / max(1.0, self._num_tokens)
+            self.metrics = {n: (1 - share) * self.metrics.get(n, 0.0) + share * v for n, v in found.items()}
         return list(judged)
 
 
