@@ -156,11 +156,13 @@ class CriticWorker(LearningWorker):
         """One batch. Values are those of the weights before the step, which is taken when all of it is through."""
         advantages = Advantages(self.algorithm, self.trainer)
         keys: list[str] = []
+        num_samples = 0
         world, cost = self.trainer.world, self.trainer.cost_model
         with ExitStack() as turn:
             for part in source.parts(self, world, whole_groups=True, cost=cost, turn=turn):
                 if part.is_first:
                     self.trainer.begin()
+                num_samples += len(part.chunk.lengths_S)
                 samples = part.samples()
                 samples = with_column(samples, "values", self.trainer.values(samples))
                 keys += part.keys
@@ -172,5 +174,6 @@ class CriticWorker(LearningWorker):
                 keys = []
                 self.trainer.accumulate(judged)
             metrics = self.trainer.finish()
+            self.algorithm.observe(advantages.metrics, num_samples)  # a KL in the reward is taken here
         named = {f"critic/{name.removeprefix('value/')}": value for name, value in metrics.items()}
         return {**advantages.metrics, **named}
