@@ -158,6 +158,19 @@ def test_two_agents_of_an_episode_each_count_once_in_their_own_group(name, size)
         assert of_one == pytest.approx(reference.rloo(rewards[:, 0].tolist()), abs=1e-6)
 
 
+def test_return_to_go_compares_with_other_episodes_as_a_whole_however_many_samples_they_gave():
+    """A branch begins late and earns what came then; neither it nor its siblings are in its own baseline."""
+    given = rewards_at(6, at3=1.0, at5=1.0)
+    first = trajectory("x.0", reward=2.0, turns=(2, 1), episode_id="x", rewards=given)
+    branch = trajectory(
+        "x.1", reward=2.0, turns=(2, 1), episode_id="x", rewards=given, loss_mask=np.arange(6) == 5
+    )
+    samples = filled(algorithm(type="return_to_go"), first, branch, trajectory("y", reward=0.5))
+    assert samples[0].advantages.tolist() == [0, 0, 2 - 0.5, 2 - 0.5, 0, 1 - 0.5]
+    assert samples[1].advantages.tolist() == [0, 0, 0, 0, 0, 1 - 0.5]
+    assert samples[2].advantages.tolist() == [0, 0, *[0.5 - 2] * 3]
+
+
 def test_rewards_land_on_the_last_trained_token_up_to_where_they_were_given():
     """Tokens: 2 of the prompt, a turn at 2–4, an observation at 5, a turn at 6–7. The observation's reward belongs to
     the first turn; what was given before the first trained token to nobody here."""

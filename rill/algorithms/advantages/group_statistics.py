@@ -5,6 +5,7 @@ S sequence.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +28,17 @@ def minus_group_mean(batch: AdvantageBatch, values_S: Tensor) -> Tensor:
     return _centred(batch, values_S)[0]
 
 
+def of_first_sequence(batch: AdvantageBatch, values_S: Tensor) -> Tensor:
+    """The value of its episode's first sequence, for each sequence: that one begins where the episode does."""
+    if batch.episode_S is None:
+        return values_S
+    _, first, number = np.unique(batch.episode_S.cpu().numpy(), return_index=True, return_inverse=True)
+    return values_S[torch.from_numpy(first[number])]
+
+
 def minus_others_mean(batch: AdvantageBatch, values_S: Tensor) -> Tensor:
-    """v_i − mean of its group's other episodes: E/(E − 1) · (v_i − mean); an only one has mean 0."""
+    """v_i − mean of its group's other episodes: E/(E − 1) · (v_i − mean); an only one has mean 0. The values of an
+    episode's sequences are the same."""
     centred_S, size_S, _ = _centred(batch, values_S)
     return torch.where(size_S > 1.5, centred_S * size_S / (size_S - 1).clamp(min=0.5), centred_S)
 

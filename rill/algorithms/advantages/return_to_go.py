@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rill.algorithms.advantages.base import AdvantageBatch, Advantages, Scope, TokenAdvantage
-from rill.algorithms.advantages.group_statistics import minus_others_mean
+from rill.algorithms.advantages.group_statistics import minus_others_mean, of_first_sequence
 from rill.algorithms.base import Reduce
 from rill.algorithms.turns import turns_of
 from rill.config.base import PartConfig
@@ -39,5 +39,6 @@ class ReturnToGo(TokenAdvantage):
         is_first_T = torch.ones_like(turns.seq_T, dtype=torch.bool)
         is_first_T[1:] = turns.seq_T[1:] != turns.seq_T[:-1]
         whole_S = batch.rewards_S.double().index_put((turns.seq_T[is_first_T],), returns_T[is_first_T])
+        whole_S = of_first_sequence(batch, whole_S)
         baseline_S = whole_S - minus_others_mean(batch, whole_S)
         return Advantages(advantages_N=turns.spread(returns_T - baseline_S[turns.seq_T], rewards_N))
