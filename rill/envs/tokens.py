@@ -293,14 +293,15 @@ class TokenTree:
         )
 
     def _token_rewards(self, path: list[Node]) -> Floats | None:
-        """Every reward at the end of the last turn on this path that was finished when it was given. None: all of them
-        came after the last."""
+        """Every reward at the end of the last turn on this path that was finished when it was given; one that came
+        before the first, in another branch, is nobody's here and stands before it. None: all came after the last."""
         sampled = [node for node in path if node.completion is not None]
         if not sampled or all(order >= sampled[-1].order for order, _ in self._rewards):
             return None
         rewards = np.zeros(path[-1].end, np.float32)
         for order, value in self._rewards:
-            node = next((node for node in reversed(sampled) if node.order <= order), sampled[0])
+            node = next((node for node in reversed(sampled) if node.order <= order), sampled[0].parent)
+            assert node is not None, "what is sampled continues something"
             rewards[node.end - 1] += value
         return rewards
 
