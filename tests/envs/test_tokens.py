@@ -113,7 +113,9 @@ class TestRewards:
         before, after = samples(tree)
         assert before.reward == after.reward == 1.25
         assert before.rewards is not None and before.rewards.tolist() == [0, 0, 0.25, 0, 1.0]
-        assert after.rewards is not None and after.rewards.tolist() == [0.25, 1.0], "0.25 came before its turn"
+        assert after.rewards is not None and after.rewards.tolist() == [0.25, 1.0], (
+            "0.25 came before its turn"
+        )
 
 
 def test_what_no_engine_may_say_is_refused() -> None:
