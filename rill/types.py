@@ -239,7 +239,8 @@ class Episode:
     group_id: str
     prompt_id: str
     samples: tuple[Trajectory, ...]
-    """At least one; a sampled token is in the loss mask of exactly one of them, and of none in a failed episode."""
+    """At least one, the first agent's before others'; a sampled token is in the loss mask of exactly one of them, and of
+    none in a failed episode."""
     rewards: Mapping[str, float]
     """By agent, the first being the one that `reward` means. Empty in a failed episode."""
     failure: Failure | None = None

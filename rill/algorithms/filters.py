@@ -79,15 +79,15 @@ def group_rewards(trajectories: Sequence[Trajectory], config: FilterConfig) -> n
     """What a group is judged by: one number to each episode that could be scored, of its first agent."""
     episodes: dict[str, float] = {}
     for trajectory in trajectories:
-        if trajectory.error is not None and not config.train_failed:
+        episode = trajectory.episode_id or trajectory.id
+        if episode in episodes or (trajectory.error is not None and not config.train_failed):
             continue
         if config.metric and config.metric not in trajectory.reward_parts:
             raise InvalidSampleError(
                 f"filters.metric = {config.metric!r} is no part of {trajectory.id}'s reward, which has "
                 f"{sorted(trajectory.reward_parts) or 'none'}: name one of them, or leave it empty"
             )
-        value = trajectory.reward_parts[config.metric] if config.metric else trajectory.reward
-        episodes.setdefault(trajectory.episode_id or trajectory.id, value)
+        episodes[episode] = trajectory.reward_parts[config.metric] if config.metric else trajectory.reward
     return np.array(list(episodes.values()), dtype=np.float64)
 
 

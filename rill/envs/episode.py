@@ -83,10 +83,8 @@ async def run_episode(
     elif outcome.error is not None:
         _log(episode_id, outcome.error)
     whole = _rewarded(agents, samples, outcome)
-    failed = outcome.failure is not None
-    trained = sorted(
-        dict.fromkeys(sample.agent for sample in whole), key=lambda name: agents[name] is not agents.first
-    )
+    whole.sort(key=lambda sample: agents[sample.agent] is not agents.first)
+    failed, trained = outcome.failure is not None, dict.fromkeys(sample.agent for sample in whole)
     return Episode(
         id=episode_id,
         group_id=group_id,

@@ -92,6 +92,19 @@ def test_dynamic_sampling_can_look_at_one_part_of_the_reward():
         algorithm(type="dapo", filters={"metric": "speed"}).keep(members)
 
 
+def test_a_group_of_several_agents_is_judged_by_the_first_of_each_episode():
+    def member(episode, agent, **parts):
+        return trajectory(
+            f"{episode}:{agent}", agent=agent, episode_id=episode, reward=0.5, reward_parts=parts
+        )
+
+    right, wrong = member("a", "policy", accuracy=1.0), member("b", "policy", accuracy=0.0)
+    by_accuracy = algorithm(type="dapo", filters={"metric": "accuracy"})
+    assert by_accuracy.keep([right, member("a", "helper"), wrong, member("b", "helper")]).keep
+    alike = [right, member("a", "helper"), member("b", "policy", accuracy=1.0), member("b", "helper")]
+    assert by_accuracy.keep(alike).reason is DropReason.EQUAL_REWARDS
+
+
 def test_a_cut_off_answer_is_not_trained_on_and_still_counts_in_the_baseline():
     members = [trajectory("a", reward=1.0), trajectory("b", stop_reason=StopReason.LENGTH)]
     found = scalars(filled(algorithm(type="rloo", filters={"mask_truncated": True}), *members))

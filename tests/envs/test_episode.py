@@ -252,6 +252,17 @@ class TestSeveralSamples:
         assert dict(episode.rewards) == {"pro": 1.0, "contra": -1.0}
         assert pro.id != contra.id and pro.episode_id == contra.episode_id == "e"
 
+    async def test_the_policy_comes_first_whoever_spoke_first(self) -> None:
+        async def asked(task: Prompt, agents: Agents) -> float:
+            await agents["helper"].generate(task)
+            agents["helper"].reward(0.25)
+            await agents.policy.generate(task)
+            return 1.0
+
+        episode = await play(playing(asked), Scripted("hint", "85"))
+        assert [(s.agent, s.reward) for s in episode.samples] == [("policy", 1.0), ("helper", 0.25)]
+        assert list(episode.rewards) == ["policy", "helper"] and episode.reward == 1.0
+
     async def test_an_agent_that_is_not_trained_has_its_model_and_no_sample(self) -> None:
         async def asked(task: Prompt, agents: Agents) -> float:
             hint = await agents["helper"].generate(task)
