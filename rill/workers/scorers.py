@@ -172,6 +172,8 @@ def with_scores(
         own = 0.0 if config.replaces_reward else t.reward
         parts = {**t.reward_parts, PART: score}
         scored = replace(t, reward=own + config.weight * score, reward_parts=parts)
+        if config.replaces_reward:
+            scored = replace(scored, rewards=None)
         rewarded.append(replace(sample, trajectory=scored))
     if not algorithm.is_group_scoped or not rewarded:
         return rewarded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,19 @@ def test_a_model_that_replaces_the_reward_leaves_the_environments_reward_to_repo
         {"exact": 0.0, PART: 1.5},
     ]
     assert rewarded[0].advantages[1] < 0 < rewarded[1].advantages[1]
+
+
+def test_a_model_that_replaces_the_reward_replaces_what_was_given_by_turn() -> None:
+    algorithm = Algorithm(AlgorithmConfig.model_validate("return_to_go"))
+    samples = []
+    for member in (sample("a", 0, 1.0), sample("a", 1, 1.0)):
+        given = {"turn_ids": np.array([0, 1, 2, 2], np.int32), "rewards": np.array([0, 1, 0, 0], np.float32)}
+        samples.append(replace(member, trajectory=replace(member.trajectory, **given)))
+    config = RewardModelConfig(model=MODEL, replaces_reward=True)
+    first, second = with_scores(samples, [0.5, 1.5], config, algorithm)
+    assert first.advantages.tolist() == [0, -1, -1, -1] and second.advantages.tolist() == [0, 1, 1, 1]
+    first, second = with_scores(samples, [0.5, 1.5], RewardModelConfig(model=MODEL), algorithm)
+    assert first.advantages.tolist() == [0, -1, -2, -2], "beside it: 1 came before the second turn"
 
 
 def test_rules_that_decide_before_the_model_scores_are_refused() -> None:
