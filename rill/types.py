@@ -239,7 +239,7 @@ class Episode:
     group_id: str
     prompt_id: str
     samples: tuple[Trajectory, ...]
-    """At least one, the first agent's before others'; a sampled token is in the loss mask of exactly one of them, and of
+    """At least one, those of the first agent first; a sampled token is in the loss mask of exactly one of them, and of
     none in a failed episode."""
     rewards: Mapping[str, float]
     """By agent, the first being the one that `reward` means. Empty in a failed episode."""

@@ -11,12 +11,12 @@ with the same keys, into the next edge. A model is whole on every rank, or cut o
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
-
-import numpy as np
 
 from rill.algorithms import Algorithm, AlgorithmConfig
 from rill.errors import UnsupportedError
@@ -85,7 +85,7 @@ class ScoringWorker(Worker):
                 self._follow(manifest)
                 scored, found = self._scored(part.samples())
             part.put(target, scored)
-            count += len(scored)
+            count += len(scored) if found else 0
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value * len(scored)
         return {name: total / count for name, total in sums.items() if count}
@@ -155,17 +155,18 @@ class RewardModelWorker(ScoringWorker):
             raise UnsupportedError("a reward model reads text alone, and the samples have pictures")
         scores = self.model.scores([sample.trajectory.token_ids for sample in samples])
         rewarded = with_scores(samples, scores, self.config, self.algorithm)
-        if not rewarded:
+        judged = [sample.trajectory for sample in rewarded if sample.trajectory.error is None]
+        if not judged:
             return rewarded, {}
-        rewards = [sample.trajectory.reward for sample in rewarded]
-        return rewarded, {"reward/mean": float(np.mean(rewards)), f"reward/{PART}": float(np.mean(scores))}
+        means = {"reward/mean": fmean(t.reward for t in judged)}
+        return rewarded, means | {f"reward/{PART}": fmean(t.reward_parts[PART] for t in judged)}
 
 
 def with_scores(
     samples: Sequence[Sample], scores: Sequence[float], config: RewardModelConfig, algorithm: Algorithm
 ) -> list[Sample]:
     """The samples with weight · score in their reward, and with the advantages that follow within each group; an
-    algorithm that needs more than the group leaves them to the critic or the actor."""
+    algorithm that needs more than the group leaves them to the critic or the actor. One without a score has failed."""
     rewarded = []
     for sample, score in zip(samples, scores, strict=True):
         t = sample.trajectory
@@ -174,6 +175,8 @@ def with_scores(
         scored = replace(t, reward=own + config.weight * score, reward_parts=parts)
         if config.replaces_reward:
             scored = replace(scored, rewards=None)
+        if math.isnan(score):
+            scored = replace(t, error=t.error or "too long for the reward model")
         rewarded.append(replace(sample, trajectory=scored))
     if not algorithm.is_group_scoped or not rewarded:
         return rewarded

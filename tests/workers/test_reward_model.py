@@ -132,6 +132,17 @@ def test_a_model_that_replaces_the_reward_replaces_what_was_given_by_turn() -> N
     assert first.advantages.tolist() == [0, -1, -2, -2], "beside it: 1 came before the second turn"
 
 
+def test_an_answer_too_long_to_be_scored_is_in_no_baseline_and_in_no_loss() -> None:
+    """Where on_too_long is "skip"; it is no reason to end the run."""
+    algorithm = Algorithm(AlgorithmConfig(type="grpo"))
+    samples = [sample("a", number, 0.0) for number in range(3)]
+    rewarded = with_scores(samples, [1.0, float("nan"), 3.0], RewardModelConfig(model=MODEL), algorithm)
+    assert [s.trajectory.error is None for s in rewarded] == [True, False, True]
+    expected = algorithm.group_advantages([1.0, 3.0], [3, 3])
+    assert [rewarded[0].advantages[1], rewarded[2].advantages[1]] == pytest.approx(expected)
+    assert not rewarded[1].trajectory.loss_mask.any() and not rewarded[1].advantages.any()
+
+
 def test_rules_that_decide_before_the_model_scores_are_refused() -> None:
     model = "reward_model.model.path=anywhere"
     with pytest.raises(Exception, match="leave drop_equal_rewards"):
