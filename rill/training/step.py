@@ -95,7 +95,7 @@ def mini_batches(config: MiniBatchConfig, num_samples: int, version: int) -> Ite
 
 
 def merge_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of one update; counts of work are added, states are the last."""
+    """Means over the optimizer steps of one update; counts of work are added, states the last, maxima the largest."""
     if len(steps) == 1:
         return steps[0]
     added = {"samples", "tokens", "computed_tokens", "trained_tokens", "skipped_samples"}
@@ -106,5 +106,7 @@ def merge_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
         merged[name] = (
             sum(values) if name in added else values[-1] if name in last else sum(values) / len(values)
         )
+        if name.endswith("_max"):
+            merged[name] = max(values)
     merged["train_tokens_per_s"] = merged["tokens"] / max(merged["train_s"], 1e-9)
     return merged

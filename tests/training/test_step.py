@@ -212,3 +212,17 @@ def test_a_host_tensor_is_summed_over_the_device_that_ranks_talk_by(monkeypatch:
     world = World(Mesh(), torch.device("meta"))  # type: ignore[arg-type]
     with pytest.raises(Stop):
         world.sum_over_data(torch.ones(2))
+
+
+def test_a_maximum_over_several_steps_is_the_largest_of_them() -> None:
+    samples = make_samples(12)
+    apart = [x.trajectory.logprobs.copy() for x in samples]
+    apart[5][np.flatnonzero(samples[5].trajectory.loss_mask)[-1]] -= 9.0
+    samples = [
+        dataclasses.replace(x, trajectory=dataclasses.replace(x.trajectory, logprobs=y))
+        for x, y in zip(samples, apart, strict=True)
+    ]
+    of_one, of_four = policy().update(samples), policy(num_mini_batches=4).update(samples)
+    assert of_one["mismatch/abs_max"] > 5
+    assert of_four["mismatch/abs_max"] == pytest.approx(of_one["mismatch/abs_max"], rel=1e-4)
+    assert of_four["policy/ratio_max"] >= of_four["policy/ratio"]
