@@ -142,6 +142,8 @@ class Agents(Mapping[str, "Agent"]):
 
 
 _PLAIN = AgentConfig()
+_ENDS = ("max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "seed")
+"""Sampling settings that leave each token's distribution as it is."""
 
 
 class Agent:
@@ -171,7 +173,8 @@ class Agent:
         """Continue a task's prompt, a reply with something behind it (`reply.then(…)`), or any token ids.
 
         `sampling`: fields of SamplingParams that differ from the run's. Stop strings are added to the run's, and no
-        answer gets longer than the run allows. `is_trained`: off, the answer stays out of the loss.
+        answer gets longer than the run allows. `is_trained`: off, the answer stays out of the loss, as does one that
+        another temperature, or whatever else changes the distribution, was asked for.
         """
         if isinstance(context, Prompt):
             ids = self._encoder.encode(context)
@@ -180,9 +183,10 @@ class Agent:
             node = context.node()
         else:
             node = self.tree.grow(context)  # type: ignore[arg-type]  # made an array there
-        completion = await self._complete(node, self._sampling(sampling))
-        text = self._encoder.decode(completion.token_ids)
-        return self._reply(node, completion, Message(role="assistant", content=text), is_trained)
+        params = self._sampling(sampling)
+        completion = await self._complete(node, params)
+        message = Message(role="assistant", content=self._encoder.decode(completion.token_ids))
+        return self._reply(node, completion, message, is_trained and self._is_run_like(params))
 
     async def say(
         self, messages: Messages, tools: Tools = (), *, is_trained: bool = True, **sampling: Any
@@ -292,6 +296,15 @@ class Agent:
             changes["max_new_tokens"] = min(changes["max_new_tokens"], sampling.max_new_tokens)
         return replace(sampling, **changes)
 
+    def _is_run_like(self, sampling: SamplingParams) -> bool:
+        """Drawn by the policy, from the distribution that the trainer computes again: in any other the loss would be of
+        another policy than sampled."""
+        run = self.setting.sampling
+        return (
+            self.config.model is None
+            and replace(sampling, **{name: getattr(run, name) for name in _ENDS}) == run
+        )
+
     def _reply(self, node: Node, completion: Completion, message: Message, is_trained: bool) -> Reply:
         sampled = self.tree.sample(node, completion, message.content, is_trained=is_trained)
         return Reply(self.setting, self.name, self.tree, sampled, message)
@@ -321,7 +334,7 @@ class Agent:
             message = self._parse(completion, talk.offer, node)
         else:
             message = Message(role="assistant", content=self._encoder.decode(completion.token_ids))
-        reply = self._reply(node, completion, message, is_trained)
+        reply = self._reply(node, completion, message, is_trained and self._is_run_like(sampling))
         heard.then(message).reply = reply.node
         return reply
 

@@ -349,5 +349,46 @@ async def test_sampling_can_be_changed_but_not_beyond_the_runs_length() -> None:
     assert policy.sampling[0].temperature == 0.5
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_trained"),
+    [
+        ({}, True),
+        ({"stop": ["!"], "max_new_tokens": 9, "seed": 3}, True),
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0.0}, False),
+        ({"top_p": 0.9}, False),
+        ({"min_new_tokens": 2}, False),
+    ],
+)
+async def test_what_is_drawn_from_another_distribution_than_the_trainers_is_not_trained_on(
+    changes: dict[str, Any], is_trained: bool
+) -> None:
+    async def run(task: Prompt, agents: Agents) -> float:
+        reply = await agents.policy.generate(task, **changes)
+        await agents.policy.generate(reply.then("so"))
+        return 1.0
+
+    episode = await play(
+        playing(run), Scripted("x", "yy"), QUESTION, sampling=SamplingParams(temperature=0.7)
+    )
+    (sample,) = episode.samples
+    first, second = (turn for turn in sample.turns if turn.role == "assistant")
+    assert sample.loss_mask[first.start : first.end].all() == is_trained
+    assert sample.loss_mask[second.start : second.end].all()
+
+
+async def test_what_another_model_says_is_not_trained_on_as_the_policys() -> None:
+    async def run(task: Prompt, agents: Agents) -> float:
+        await agents["helper"].generate(task)
+        await agents.policy.generate(task)
+        return 1.0
+
+    episode = await play(playing(run, agents={"helper": {"model": "big"}}), Scripted("hint", "85"))
+    assert [(s.agent, bool(s.loss_mask.any())) for s in episode.samples] == [
+        ("policy", True),
+        ("helper", False),
+    ]
+
+
 async def takes_one(task: Prompt) -> float:
     return 0.0
