@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -329,6 +330,23 @@ def test_online_dpo_makes_no_pair_of_equal_rewards():
         r["reward"] = 1.0
     found = algorithm("online_dpo").batch_advantages(batch_of(rollouts))
     assert not found.advantages_N.any() and found.left_out_S.all()
+
+
+def test_online_dpo_makes_no_pair_with_an_answer_that_is_not_trained_on():
+    """One cut off and masked has no margin: the best one left would be pushed alone, by a guess."""
+    rollouts, beta = random_rollouts(3, num_groups=2, group_size=3), 0.3
+    for r, reward in zip(rollouts, [0.0, 1.0, 0.5, 0.0, 1.0, 0.5]):
+        r["reward"] = reward
+    batch = batch_of(rollouts)
+    masked = replace(batch, mask_N=batch.mask_N * (batch.seq_N != 0) * (batch.seq_N < 3))
+    found = algorithm({"type": "online_dpo", "beta": beta}).batch_advantages(masked)
+    ratio_N = (masked.logprobs_N - masked.ref_logprobs_N) * masked.mask_N
+    margin = ratio_N[batch.seq_N == 1].sum() - ratio_N[batch.seq_N == 2].sum()
+    push = 2 * beta * torch.sigmoid(-beta * margin)
+    assert found.left_out_S.tolist() == [True, False, False, True, True, True]
+    for number, wanted in ((1, push), (2, -push)):
+        own_N = found.advantages_N[(batch.seq_N == number) & (batch.mask_N > 0)]
+        torch.testing.assert_close(own_N, wanted.expand_as(own_N).to(own_N))
 
 
 def test_rejection_sampling_keeps_the_best_and_forgets_the_rest():

@@ -35,14 +35,15 @@ class OnlineDPO(TokenAdvantage):
 
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         """±2β σ(−βh) on the best and the worst of a group, h = log π/π_ref(best) − log π/π_ref(worst); a group whose
-        rewards are all equal has no pair."""
+        rewards are all equal has no pair. What has no trained token is in none."""
         ratio_N = (required(batch, "logprobs_N") - required(batch, "ref_logprobs_N")) * batch.mask_N
         ratio_S = seq_sum(ratio_N, batch.seq_N, batch.num_seqs)
         advantages_S = torch.zeros_like(ratio_S)
         margins: list[Tensor] = []
         group_S = required(batch, "group_S")
-        for group in torch.unique(group_S).tolist():
-            members = torch.nonzero(group_S == group).squeeze(1)
+        is_trained_S = seq_sum(batch.mask_N, batch.seq_N, batch.num_seqs) > 0
+        for group in torch.unique(group_S[is_trained_S]).tolist():
+            members = torch.nonzero((group_S == group) & is_trained_S).squeeze(1)
             best, worst = (
                 members[batch.rewards_S[members].argmax()],
                 members[batch.rewards_S[members].argmin()],
