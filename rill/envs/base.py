@@ -99,11 +99,11 @@ class AgentConfig(Config):
     """One of several agents."""
 
     model: str | None = None
-    """An adapter, or another model that the engine serves. Unset: the policy that is trained."""
+    """An adapter, or another model that the engine serves: it is not trained. Unset: the policy that is."""
     is_trained: bool = True
     """Off: what it says is no sample."""
     temperature: float | None = Field(default=None, ge=0)
-    """Unset: that of the run."""
+    """Unset: that of the run, the only one that is trained at."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Unset: that of the run."""
 
