@@ -109,6 +109,12 @@ class Algorithm:
                 f"{config.correction.type!r} it would count twice: set algorithm.correction = 'none', or a correction "
                 "that only leaves tokens out"
             )
+        has_penalty = config.filters.overlong is not None or self._has_kl_in_reward
+        if has_penalty and isinstance(self.advantage, TokenAdvantage) and not self.advantage.reads_rewards:
+            raise ConfigError(
+                f"advantage {config.advantage.type!r} reads the parts of the reward alone, and a penalty would be lost: "
+                "unset algorithm.filters.overlong, and set algorithm.kl.place = 'loss'"
+            )
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -304,7 +304,10 @@ def test_what_untrained_tokens_hold_does_not_matter(name):
         }
         for r in rollouts
     ]
-    algo = algorithm(name, kl={"coefficient": 0.1, "place": "reward"})
+    kl = (
+        {} if name == "gdpo" else {"kl": {"coefficient": 0.1, "place": "reward"}}
+    )  # it does not read the reward
+    algo = algorithm(name, **kl)
     clean = algo.batch_advantages(batch_of(rollouts)).advantages_N
     assert torch.equal(algo.batch_advantages(batch_of(dirty)).advantages_N, clean)
     assert clean[batch_of(rollouts).mask_N == 0].abs().sum() == 0

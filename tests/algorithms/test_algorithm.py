@@ -17,7 +17,7 @@ from rill.algorithms import (
 )
 from rill.algorithms.segments import discounted_tail
 from rill.config.base import Config
-from rill.errors import TrainingError
+from rill.errors import ConfigError, TrainingError
 from tests.algorithms import reference
 from tests.algorithms.batches import flat, random_sequences
 
@@ -35,6 +35,18 @@ def test_a_preset_builds_and_survives_a_round_trip(name):
     Algorithm(config)
     assert config.type == name
     assert AlgorithmConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        {"filters": {"overlong": {"limit_tokens": 100, "buffer_tokens": 10}}},
+        {"kl": {"coefficient": 0.1, "place": "reward"}},
+    ],
+)
+def test_a_penalty_that_gdpo_would_not_see_is_refused(penalty):
+    with pytest.raises(ConfigError, match="would be lost"):
+        Algorithm(AlgorithmConfig.model_validate({"advantage": {"type": "gdpo"}, **penalty}))
 
 
 def test_a_recipe_overrides_a_preset_key_by_key():

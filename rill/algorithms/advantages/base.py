@@ -112,6 +112,8 @@ class TokenAdvantage(ABC):
 
     min_samples: int = 1
     allows_steps: bool = True
+    reads_rewards: bool = True
+    """False where it knows the parts of a reward alone, so that a penalty in the reward would be lost."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -19,6 +19,7 @@ from rill.errors import InvalidSampleError
 
 class GDPO(TokenAdvantage):
     min_samples = 2
+    reads_rewards = False
 
     class Config(PartConfig):
         type: Literal["gdpo"] = "gdpo"
