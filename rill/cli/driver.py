@@ -32,6 +32,7 @@ from rill.cli.stall import StallWatch
 from rill.dashboard.pages import account_of
 from rill.dashboard.report import write_report
 from rill.errors import RillError, mistake_behind
+from rill.journal.changes import begin_anew
 from rill.journal.checkpoints import newest_size, place_of, step_of, whole_checkpoints
 from rill.telemetry import guards, trace
 from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
@@ -50,16 +51,22 @@ BEFORE_ALL = -(1 << 31)
 
 
 def carry_out(
-    config: RecipeConfig, run: Run, recipe: str = "RECIPE", *, changed_config: str | None = None
+    config: RecipeConfig,
+    run: Run,
+    recipe: str = "RECIPE",
+    *,
+    changed_config: str | None = None,
+    is_log_stale: bool = False,
 ) -> None:
     """Run a resolved recipe in its folder, showing progress and writing its files.
 
     `changed_config` replaces a resumed run's saved configuration, once the run has gone on with it: a change that does
-    not work leaves the run as it was.
+    not work leaves the run as it was. `is_log_stale`: the token log was written with other settings, and is set aside;
+    then the configuration is the new one from the start.
     """
     try:
         with run.running(), _log_to(run):
-            progress, findings = _drive(config, run, changed_config)
+            progress, findings = _drive(config, run, changed_config, is_log_stale)
     except (RillError, OSError, KeyboardInterrupt) as error:
         is_misfortune = isinstance(error, OSError) or (
             isinstance(error, RillError) and mistake_behind(error) is None
@@ -131,7 +138,9 @@ class Interrupts:
         )
 
 
-def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[Progress, Sequence[Finding]]:
+def _drive(
+    config: RecipeConfig, run: Run, changed_config: str | None, is_log_stale: bool
+) -> tuple[Progress, Sequence[Finding]]:
     trace.configure(run.path, "driver")
     told = RunInfo(name=run.name, id=run.id, directory=run.path, config=config.model_dump())
     sinks = build_sinks(config.sinks, told)
@@ -177,11 +186,16 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
     say(f"run folder: {run.path}")
     if changed_config is not None and not checkpoints:
         say("it has no whole checkpoint yet: it begins at the start, with what the token log holds")
+    undo = begin_anew(run, changed_config) if changed_config is not None and is_log_stale else None
     try:
         with progress, stall, interrupts.listening(), _warnings_to(progress):
             WORKFLOWS.load(config.workflow)(config, run, observers).run()
         if (run.path / "model").is_dir() and (card := training_card(config, run.id)) is not None:
             card.save(run.path / "model")
+    except Exception:
+        if undo is not None and changed_config is not None:
+            undo()
+        raise
     finally:
         watch.close()
         if config.sinks:

@@ -128,14 +128,18 @@ def _go_on(run: Run, values: RecipeValues, changes: list[str]) -> None:
     config = _checked(values)
     from rill.cli.driver import carry_out
 
+    lines: list[str] = []
+    is_log_stale = False
     if changes:
         from rill.journal.changes import accept
 
         before = resolve(type(config), load_recipe(run.config_path, []).values).model_dump()
-        for line in accept(run.path, before, config.model_dump()):
-            say(line)
+        lines, is_log_stale = accept(run.path, before, config.model_dump())
     resumed = Run.resume(str(run.path))
-    carry_out(config, resumed, str(run.config_path), changed_config=dump_config(config, values.provenance))
+    for line in lines:
+        say(line)
+    new = dump_config(config, values.provenance)
+    carry_out(config, resumed, str(run.config_path), changed_config=new, is_log_stale=is_log_stale)
 
 
 def _checked(values: RecipeValues) -> RecipeConfig:

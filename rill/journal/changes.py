@@ -5,19 +5,20 @@
                 after it was made by the old one, so the token log is set aside and sampled anew
     refused     another model or workflow: its checkpoints do not fit
 
-Called by `rill train --resume`.
+Called by `rill train --resume`: `accept` before the run is held, `begin_anew` by its driver.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rill.errors import UserError
 from rill.journal.token_log import FOLDER
+from rill.telemetry.run import Run, write_atomically
 
 REFUSED = ("workflow", "model")
 HARMLESS = (
@@ -44,8 +45,9 @@ HARMLESS = (
 """Names of settings and of tables."""
 
 
-def accept(run_dir: Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Lines that say what changed and what follows. UserError: the run cannot go on with it."""
+def accept(run_dir: Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """Lines that say what changed and what follows, and whether the token log has to be set aside. UserError: the run
+    cannot go on with it. Nothing is touched: somebody may be running it."""
     changed = dict(differences(before, after))
     refused = [name for name in changed if _is_in(name, REFUSED)]
     if refused:
@@ -54,14 +56,32 @@ def accept(run_dir: Path, before: Mapping[str, Any], after: Mapping[str, Any]) -
             f"{changed[refused[0]][0]!r}: start a new run (a model can be given by model.path)"
         )
     lines = [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in changed.items()]
-    if any(not _is_in(name, HARMLESS) for name in changed):
-        kept = set_aside(run_dir)
-        if kept is not None:
-            lines.append(
-                f"what was sampled after the last checkpoint was sampled with the old settings: it is sampled anew "
-                f"(the token log is kept as {kept.name})"
-            )
-    return lines
+    is_stale = any(not _is_in(name, HARMLESS) for name in changed)
+    if is_stale and (run_dir / FOLDER).exists():
+        lines.append(
+            "what was sampled after the last checkpoint was sampled with the old settings: it is sampled anew "
+            f"(the token log is kept as {FOLDER}-until-…)"
+        )
+    return lines, is_stale
+
+
+def begin_anew(run: Run, config_toml: str) -> Callable[[], None]:
+    """From now on the run has these settings and an empty token log. What is returned undoes it, for a change that does
+    not work. At no moment is there a log beside settings that it was not sampled with: a kill may come at any."""
+    before = run.config_path.read_text(encoding="utf-8")
+    folder = run.path / FOLDER
+    aside = run.path / f"{FOLDER}-until-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists():
+        folder.rename(aside)
+    write_atomically(run.config_path, config_toml)
+
+    def undo() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        write_atomically(run.config_path, before)
+        if aside.exists():
+            aside.rename(folder)
+
+    return undo
 
 
 def differences(
@@ -74,16 +94,6 @@ def differences(
             yield from differences(old, new, f"{prefix}{name}.")
         elif old != new:
             yield f"{prefix}{name}", (old, new)
-
-
-def set_aside(run_dir: Path) -> Path | None:
-    """The token log is not looked at any more; None where there is none."""
-    folder = run_dir / FOLDER
-    if not folder.exists():
-        return None
-    target = run_dir / f"{FOLDER}-until-{time.strftime('%Y%m%d-%H%M%S')}"
-    shutil.move(folder, target)
-    return target
 
 
 def _is_in(name: str, names: tuple[str, ...]) -> bool:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rill.cli.driver import Interrupts, carry_out, logged_step
 from rill.cli.progress import Progress
 from rill.errors import RunError, UserError, WorkerError
 from rill.journal.checkpoints import MANIFEST
+from rill.journal.token_log import FOLDER
 from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.run import Run, RunStatus
 from rill.workflows import WORKFLOWS
@@ -31,6 +33,7 @@ def carried_out(
     root: Path,
     story: Callable[[Run, Observer], None],
     resumed: Run | None = None,
+    is_log_stale: bool = False,
 ) -> Run:
     """A run whose workflow only tells a story to its observers."""
 
@@ -51,7 +54,8 @@ def carried_out(
         carry_out(RecipeConfig(workflow="told"), run)
     else:
         run = Run.resume(resumed.path)
-        carry_out(RecipeConfig(workflow="told"), run, changed_config="seed = 2\n")
+        config = RecipeConfig(workflow="told")
+        carry_out(config, run, changed_config="seed = 2\n", is_log_stale=is_log_stale)
     return run
 
 
@@ -188,6 +192,39 @@ def test_a_change_that_does_not_work_leaves_a_resumed_run_as_it_was(
     assert '"step":1' in run.metrics_path.read_text()
     carried_out(monkeypatch, tmp_path, works, resumed=run)
     assert run.config_path.read_text() == "seed = 2\n"
+
+
+def test_a_change_of_what_is_sampled_has_a_log_of_its_own_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sampled(run: Run, what: str) -> None:
+        (run.path / FOLDER).mkdir(exist_ok=True)
+        (run.path / FOLDER / f"{what}.log").touch()
+
+    def begins(run: Run, tell: Observer) -> None:
+        tell(step(1))
+        checkpoint = run.checkpoints_dir / "step-000001"
+        checkpoint.mkdir()
+        (checkpoint / MANIFEST).write_text("{}")
+        sampled(run, "old")
+
+    def ends(run: Run, how: BaseException) -> None:
+        assert run.config_path.read_text() == "seed = 2\n" and not (run.path / FOLDER).exists()
+        sampled(run, "new")
+        raise how
+
+    def log_of(run: Run) -> list[str]:
+        return [path.stem for path in (run.path / FOLDER).iterdir()]
+
+    run = carried_out(monkeypatch, tmp_path, begins)
+    with pytest.raises(RunError):
+        story = partial(ends, how=RunError("it does not fit"))
+        carried_out(monkeypatch, tmp_path, lambda r, tell: story(r), resumed=run, is_log_stale=True)
+    assert (run.config_path.read_text(), log_of(run)) == ("seed = 1\n", ["old"]), "as it was"
+    with pytest.raises(KeyboardInterrupt):
+        story = partial(ends, how=KeyboardInterrupt())
+        carried_out(monkeypatch, tmp_path, lambda r, tell: story(r), resumed=run, is_log_stale=True)
+    assert (run.config_path.read_text(), log_of(run)) == ("seed = 2\n", ["new"]), "as a kill leaves it"
 
 
 def test_what_a_part_warns_of_is_seen_while_it_happens_and_a_guard_speaks_once(

@@ -20,7 +20,9 @@ def driven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, b
     monkeypatch.chdir(tmp_path)
     found: list[tuple[str, bool]] = []
 
-    def carry_out(config: Any, run: Run, recipe: str, *, changed_config: str | None = None) -> None:
+    def carry_out(
+        config: Any, run: Run, recipe: str, *, changed_config: str | None = None, is_log_stale: bool = False
+    ) -> None:
         found.append((run.name, changed_config is not None))
         run.close()
 

@@ -17,6 +17,7 @@ import pytest
 
 from rill.errors import RunError
 from rill.journal.reader import LogReader
+from rill.journal.token_log import FOLDER
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run, RunStatus
 from rill.workflows.loop import StepReport
@@ -92,6 +93,39 @@ def wait_until(is_true: Callable[[], bool], what: str, explain: Callable[[], str
     while not is_true():
         assert time.monotonic() < deadline_s, f"no {what}:\n{explain()}"
         time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_a_token_log_never_lies_beside_settings_that_it_was_not_sampled_with(tmp_path: Path) -> None:
+    """A run is resumed with a change while it runs; with one, and killed in its first step; and with one that fails."""
+
+    def log_of(run: Run) -> set[str]:
+        return {path.name for path in (run.path / FOLDER).glob("*.log")}
+
+    first = Command(tmp_path, str(RECIPE), "loop.steps=4000", "--name", "hurt", "--root", str(tmp_path))
+    first.wait_for_step(3)
+    run = Run.open("hurt", root=tmp_path)
+    old = log_of(run)
+    second = Command(tmp_path, "--resume", str(run.path), "rollout.sampling.temperature=0.7")
+    assert second.wait() == 2 and "is being run by process" in second.output
+    assert old and old <= log_of(run), "its log was not touched"
+    first.process.kill()
+    first.wait()
+    first.check_nobody_is_left()
+
+    slow = "rollout.env.reward.function=tests.e2e.rewards:slowly"
+    third = Command(tmp_path, "--resume", str(run.path), slow)
+    wait_until(lambda: bool(log_of(run) - old), "a new log", lambda: third.output)
+    assert not log_of(run) & old and "\nstep" not in third.output
+    third.process.kill()
+    third.wait()
+    assert "rewards:slowly" in run.config_path.read_text(), "what the new log was sampled with"
+
+    newer = log_of(run)
+    fourth = Command(tmp_path, "--resume", str(run.path), "loop.max_lag=2")
+    assert fourth.wait() != 0 and "loop.max_lag = 2 lets engines go on" in fourth.output
+    assert log_of(run) == newer and "max_lag = 0" in run.config_path.read_text(), "it is as it was"
 
 
 @pytest.mark.slow
