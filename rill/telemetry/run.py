@@ -16,6 +16,7 @@ taken name gets a number. Status and environment are replaced atomically, so a r
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from importlib import metadata
@@ -96,12 +97,17 @@ class Run:
             raise UserError(
                 f"run name {name!r}: use letters, digits, '.', '_' and '-', starting with a letter or digit"
             )
-        run = cls(_make_unique(Path(root), name))
-        run._take_lock()
-        run.checkpoints_dir.mkdir()
-        run.trace_dir.mkdir()
-        run.config_path.write_text(config_toml, encoding="utf-8")
-        run._save_state(RunStatus.RUNNING, created_s=time.time())
+        run = cls(_make_draft(Path(root), name))
+        try:
+            run._take_lock()
+            run.checkpoints_dir.mkdir()
+            run.trace_dir.mkdir()
+            run.config_path.write_text(config_toml, encoding="utf-8")
+            run._save_state(RunStatus.RUNNING, created_s=time.time())
+            run.path = _renamed(run.path, name)
+        except BaseException:
+            run.remove()
+            raise
         run._add_start(argv)
         return run
 
@@ -302,7 +308,7 @@ class Run:
 
 def list_runs(root: Path | str = RUNS_FOLDER) -> list[Run]:
     """Every run folder under `root`, oldest first."""
-    folders = [path.parent for path in Path(root).glob("*/status.json")]
+    folders = [path.parent for path in Path(root).glob("[!.]*/status.json")]
     runs = [Run(folder) for folder in folders]
     return sorted(runs, key=lambda run: (run.state().created_s, run.name))
 
@@ -332,16 +338,25 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 
-def _make_unique(root: Path, name: str) -> Path:
+def _make_draft(root: Path, name: str) -> Path:
+    """A folder that is no run yet: half of one under the name would be in the way of `--resume auto` for ever."""
+    path = root / f".{name}.{os.getpid()}.{time.time_ns():x}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            path = root / (name if number == 1 else f"{name}-{number}")
-            with suppress(FileExistsError):
-                path.mkdir()  # atomic: of two processes with one name only one succeeds
-                return path
+        path.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"no runs can be kept in {root}: {error.strerror}: name another folder") from error
+    return path
+
+
+def _renamed(draft: Path, name: str) -> Path:
+    """The draft under its name, or the first number of it that is free."""
+    for number in itertools.count(1):
+        path = draft.with_name(name if number == 1 else f"{name}-{number}")
+        try:
+            return draft.rename(path)  # atomic: of two processes with one name only one succeeds
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
     raise AssertionError("numbers do not end")
 
 

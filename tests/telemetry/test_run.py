@@ -95,6 +95,20 @@ def test_a_killed_run_reads_as_interrupted_and_can_be_resumed(tmp_path: Path) ->
     Run.resume("killed", root=tmp_path).close()
 
 
+def _die_halfway(root: str) -> None:
+    Run._save_state = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    Run.create("job", root=root)
+
+
+def test_a_run_that_is_killed_while_it_is_created_is_not_in_the_way_of_its_name(tmp_path: Path) -> None:
+    """`--resume auto` looks for the name: half a run there would make it begin a new one every time."""
+    child = multiprocessing.get_context("spawn").Process(target=_die_halfway, args=(str(tmp_path),))
+    child.start()
+    child.join(30)
+    assert child.exitcode == -signal.SIGKILL and list_runs(tmp_path) == []
+    assert Run.create("job", root=tmp_path).name == "job"
+
+
 def test_a_run_lasts_until_now_until_it_ended_or_until_its_last_figures() -> None:
     now_s = time.time()
     state = RunState(status=RunStatus.RUNNING, created_s=now_s - 60, changed_s=now_s - 60, pid=1, host="here")
