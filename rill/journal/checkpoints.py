@@ -153,8 +153,12 @@ class RunCheckpoints:
 
         Damaged ones are passed over, with a word in the log, and do not count any more once an older one is loaded: the
         run goes on from there, and what it saves then is the newest. Where nothing else is left that is an error,
-        because the run would otherwise begin anew without saying so.
+        because the run would otherwise begin anew without saying so. What a kill has left of one that was being
+        written, or removed, goes: it only takes room.
         """
+        for folder in self._folder.glob("step-*"):
+            if not any((folder / name).exists() for name in (MANIFEST, DAMAGED)):
+                shutil.rmtree(folder, ignore_errors=True)
         found = [
             folder for folder in whole_checkpoints(self._run) if (step_of(folder) < 0) == self._is_warm_up
         ]

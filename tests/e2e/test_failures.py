@@ -155,8 +155,11 @@ def test_killing_an_engine_the_trainer_both_and_the_driver_changes_no_bit_of_the
     assert run.state().status is RunStatus.INTERRUPTED
     assert "rollout[0] is lost" in run.log_path.read_text()
 
+    half = run.checkpoints_dir / "step-000001"
+    half.mkdir()  # as a driver leaves it that is killed while one is written, or removed
     second = Command(tmp_path, "--resume", str(run.path))
     assert second.wait() == 0, second.output
+    assert not half.exists(), "it takes room for ever"
     assert fingerprint(run) == fingerprint(whole)
     steps = [row.step for row in read_metrics(run.path)]
     assert steps == sorted(set(steps)), "steps that were taken again stand in the log once"

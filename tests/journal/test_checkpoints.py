@@ -92,6 +92,17 @@ def test_the_newest_whole_one_is_loaded_and_only_so_many_are_kept(tmp_path: Path
     assert group.number == 30
 
 
+def test_what_a_kill_left_of_one_that_was_written_or_removed_goes_when_the_run_is_resumed(
+    tmp_path: Path,
+) -> None:
+    run, _, group = saved(tmp_path, 1, 2, 3)
+    (run.checkpoints_dir / "step-000001" / MANIFEST).unlink()
+    (run.checkpoints_dir / "step-000004" / "one").mkdir(parents=True)
+    resumed = RunCheckpoints(run, {"one": group}, 3, 1.0)  # type: ignore[dict-item]
+    assert resumed.load_latest() == 3
+    assert sorted(path.name for path in run.checkpoints_dir.iterdir()) == ["step-000002", "step-000003"]
+
+
 def test_those_beyond_what_is_kept_do_not_count_at_once_and_their_files_are_gone_when_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
