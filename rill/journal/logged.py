@@ -56,7 +56,7 @@ class LoggedEngine:
             asked.append(replace(request, delta_interval_s=self._log.collect_s(len(asked))))
         outer = {request.id: future for request, future in zip(requests, futures, strict=True)}
         for request in asked:
-            self._begin(request, before.get(request.id), outer[request.id])
+            self._begin(request, before.get(request.id), known.get(request.id), outer[request.id])
         try:
             begun = self._gate.submit(asked, epoch, on_delta=self._tokens)
         except BaseException:
@@ -84,12 +84,19 @@ class LoggedEngine:
         }
         return {name: sequence for name, sequence in found.items() if sequence is not None}
 
-    def _begin(self, request: Request, before: Completion | None, future: Future[Completion]) -> None:
+    def _begin(
+        self,
+        request: Request,
+        before: Completion | None,
+        known: LoggedSequence | None,
+        future: Future[Completion],
+    ) -> None:
         number = self._log.open(
             _key(request.id),
             num_prompt=len(request.token_ids) - request.num_generated,
             base=request.num_generated,
             pictures=request.pictures,
+            after_s=0.0 if known is None else known.began_s,
         )
         self._running[request.id] = _Running(request, number, before, future)
 

@@ -42,6 +42,8 @@ class LoggedSequence:
     """None, or ABORTED: it was under way."""
     stop_text: str | None = None
     experts_TLK: Any = None
+    began_s: float = 0.0
+    """When the newest attempt at it began."""
 
     @property
     def is_finished(self) -> bool:
@@ -209,6 +211,7 @@ def joined(attempts: list[_Attempt]) -> LoggedSequence:
         reason=None if finished is None else finished.reason,
         stop_text=None if finished is None else finished.stop_text,
         experts_TLK=None if last is None or last.opened.base else last.experts,
+        began_s=attempts[-1].opened.time_s,
     )
 
 

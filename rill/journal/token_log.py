@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import threading
 import time
@@ -78,6 +79,8 @@ class TokenLog:
         self._is_closed = False
         self._closing = threading.Event()
         self._next_number = 0
+        self._newest_s = 0.0
+        """When the last sequence began."""
         self._size = 0
         self._fd = -1
         self._unsynced: list[int] = []
@@ -91,13 +94,23 @@ class TokenLog:
 
     # --- sequences ----------------------------------------------------------------------------------------
 
-    def open(self, sequence_id: str, *, num_prompt: int, base: int, pictures: Sequence[Picture] = ()) -> int:
+    def open(
+        self,
+        sequence_id: str,
+        *,
+        num_prompt: int,
+        base: int,
+        pictures: Sequence[Picture] = (),
+        after_s: float = 0.0,
+    ) -> int:
         """A sequence begins behind `base` tokens that the log has already; its number in this log. Of pictures in its
-        prompt the log has their places and hashes."""
+        prompt the log has their places and hashes. `after_s`: when the attempt before it began: this one is later,
+        though the clock may have gone back."""
         with self._changed:
             number = self._next_number
             self._next_number += 1
-            self._pending.append(Opened(number, time.time(), base, num_prompt, sequence_id))
+            self._newest_s = max(time.time(), self._newest_s, math.nextafter(after_s, math.inf))
+            self._pending.append(Opened(number, self._newest_s, base, num_prompt, sequence_id))
             if pictures:
                 places = [[picture.start, picture.num_tokens, picture.key] for picture in pictures]
                 self._pending.append(Event(sequence_id, PICTURES, places))
@@ -226,7 +239,9 @@ class TokenLog:
                 time.sleep(RETRY_S)
 
     def _begin_files(self) -> None:
-        self._stem = f"{self._process}-{time.time_ns():x}-{os.getpid()}"
+        """Named by a time that is later than that of all files there, though the clock may have gone back."""
+        began = [int(path.stem.rsplit("-", 3)[1], 16) for path in self.folder.glob(f"*{SUFFIX}")]
+        self._stem = f"{self._process}-{max(time.time_ns(), *began, 0) + 1:x}-{os.getpid()}"
         self._num_segments = 0
         self._begin_segment()
 

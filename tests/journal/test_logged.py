@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,6 +15,7 @@ import numpy as np
 from rill.inference.base import Completion, Delta, Feature, Request
 from rill.inference.policy import EngineGate
 from rill.journal.logged import LoggedEngine
+from rill.journal.reader import LogReader
 from rill.journal.token_log import WRITER_SHARE, JournalConfig, TokenLog
 from rill.types import SamplingParams, StopReason
 
@@ -188,3 +191,40 @@ def test_sequences_that_begin_together_do_not_hand_over_their_tokens_in_one_step
     assert max(times_s) + WRITER_SHARE * 1.0 <= 1.0, "and none is written later than delay_s"
     counts, _ = np.histogram(times_s, bins=16)
     assert counts.max() <= 2 * counts.mean()
+
+
+BEHIND = """
+import sys, threading, time
+from pathlib import Path
+now, behind_s = time.time, float(sys.argv[2])
+time.time = lambda: now() - behind_s
+time.time_ns = lambda: int(1e9 * time.time())
+import numpy as np
+from tests.journal.test_logged import *
+log = TokenLog(Path(sys.argv[1]), sys.argv[3], JournalConfig(delay_s=60))
+engine = CoinEngine(np.random.default_rng(0), 0.0)
+request = Request(id="g00000000/0#policy", token_ids=PROMPT, sampling=SamplingParams(max_new_tokens=50))
+LoggedEngine(EngineGate(engine), log, decode=str).submit([request], 0)
+for _ in range(int(sys.argv[4])):
+    engine.tick()
+log.event("g00000000/0", "life", sys.argv[3])
+print("written", flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_answer_goes_on_behind_its_tokens_where_the_clock_went_back_between_two_kills(
+    tmp_path: Path,
+) -> None:
+    """Every life has a clock that is behind the one before: the second knows nothing but that it was begun."""
+    for life, num_tokens in enumerate((0, 5, 4, 3)):
+        arguments = [str(tmp_path), str(3600 * life), f"rollout-{9 - life}", str(num_tokens)]
+        child = subprocess.Popen([sys.executable, "-c", BEHIND, *arguments], stdout=subprocess.PIPE)
+        assert child.stdout is not None and child.stdout.readline() == b"written\n"
+        child.kill()
+        child.wait()
+    reader = LogReader(tmp_path)
+    reader.read_all()
+    found = reader.sequence("g00000000/0#policy")
+    assert found is not None and len(found.token_ids) == 5 + 4 + 3
+    assert reader.events("g00000000/0") == {"life": "rollout-6"}, "the last word is the last life's"
