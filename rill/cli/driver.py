@@ -61,8 +61,7 @@ def carry_out(
     """Run a resolved recipe in its folder, showing progress and writing its files.
 
     `changed_config` replaces a resumed run's saved configuration, once the run has gone on with it: a change that does
-    not work leaves the run as it was. `is_log_stale`: the token log was written with other settings, and is set aside;
-    then the configuration is the new one from the start.
+    not work leaves the run as it was. `is_log_stale`: from the start, and the token log is set aside.
     """
     try:
         with run.running(), _log_to(run):

@@ -127,14 +127,10 @@ def _begin(values: RecipeValues, recipe: str, name: str, root: Path, plan: str) 
 def _go_on(run: Run, values: RecipeValues, changes: list[str]) -> None:
     config = _checked(values)
     from rill.cli.driver import carry_out
+    from rill.journal.changes import accept
 
-    lines: list[str] = []
-    is_log_stale = False
-    if changes:
-        from rill.journal.changes import accept
-
-        before = resolve(type(config), load_recipe(run.config_path, []).values).model_dump()
-        lines, is_log_stale = accept(run.path, before, config.model_dump())
+    before = resolve(type(config), load_recipe(run.config_path, []).values).model_dump()
+    lines, is_log_stale = accept(run.path, before, config.model_dump() if changes else before)
     resumed = Run.resume(str(run.path))
     for line in lines:
         say(line)

@@ -46,8 +46,7 @@ HARMLESS = (
 
 
 def accept(run_dir: Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """Lines that say what changed and what follows, and whether the token log has to be set aside. UserError: the run
-    cannot go on with it. Nothing is touched: somebody may be running it."""
+    """Lines that say what changed, and whether the token log has to be set aside. UserError: it cannot go on with it."""
     changed = dict(differences(before, after))
     refused = [name for name in changed if _is_in(name, REFUSED)]
     if refused:
@@ -59,8 +58,7 @@ def accept(run_dir: Path, before: Mapping[str, Any], after: Mapping[str, Any]) -
     is_stale = any(not _is_in(name, HARMLESS) for name in changed)
     if is_stale and (run_dir / FOLDER).exists():
         lines.append(
-            "what was sampled after the last checkpoint was sampled with the old settings: it is sampled anew "
-            f"(the token log is kept as {FOLDER}-until-…)"
+            f"what was sampled after the last checkpoint is sampled anew (its log: {FOLDER}-until-…)"
         )
     return lines, is_stale
 

@@ -56,7 +56,8 @@ class LoggedEngine:
             asked.append(replace(request, delta_interval_s=self._log.collect_s(len(asked))))
         outer = {request.id: future for request, future in zip(requests, futures, strict=True)}
         for request in asked:
-            self._begin(request, before.get(request.id), known.get(request.id), outer[request.id])
+            began_s = known[request.id].began_s if request.id in known else 0.0
+            self._begin(request, before.get(request.id), began_s, outer[request.id])
         try:
             begun = self._gate.submit(asked, epoch, on_delta=self._tokens)
         except BaseException:
@@ -85,18 +86,14 @@ class LoggedEngine:
         return {name: sequence for name, sequence in found.items() if sequence is not None}
 
     def _begin(
-        self,
-        request: Request,
-        before: Completion | None,
-        known: LoggedSequence | None,
-        future: Future[Completion],
+        self, request: Request, before: Completion | None, after_s: float, future: Future[Completion]
     ) -> None:
         number = self._log.open(
             _key(request.id),
             num_prompt=len(request.token_ids) - request.num_generated,
             base=request.num_generated,
             pictures=request.pictures,
-            after_s=0.0 if known is None else known.began_s,
+            after_s=after_s,
         )
         self._running[request.id] = _Running(request, number, before, future)
 

@@ -80,7 +80,6 @@ class TokenLog:
         self._closing = threading.Event()
         self._next_number = 0
         self._newest_s = 0.0
-        """When the last sequence began."""
         self._size = 0
         self._fd = -1
         self._unsynced: list[int] = []
@@ -103,9 +102,8 @@ class TokenLog:
         pictures: Sequence[Picture] = (),
         after_s: float = 0.0,
     ) -> int:
-        """A sequence begins behind `base` tokens that the log has already; its number in this log. Of pictures in its
-        prompt the log has their places and hashes. `after_s`: when the attempt before it began: this one is later,
-        though the clock may have gone back."""
+        """A sequence begins behind `base` tokens that the log has already, and later than `after_s`, whatever the clock
+        says; its number in this log. Of pictures in its prompt the log has their places and hashes."""
         with self._changed:
             number = self._next_number
             self._next_number += 1
