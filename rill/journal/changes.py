@@ -46,7 +46,7 @@ HARMLESS = (
 
 
 def accept(run_dir: Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """Lines that say what changed, and whether the token log has to be set aside. UserError: it cannot go on with it."""
+    """Lines that say what changed, and whether the token log has to be set aside. UserError: it cannot go on so."""
     changed = dict(differences(before, after))
     refused = [name for name in changed if _is_in(name, REFUSED)]
     if refused:
