@@ -112,7 +112,7 @@ class Algorithm:
         has_penalty = config.filters.overlong is not None or self._has_kl_in_reward
         if has_penalty and isinstance(self.advantage, TokenAdvantage) and not self.advantage.reads_rewards:
             raise ConfigError(
-                f"advantage {config.advantage.type!r} reads the parts of the reward alone, and a penalty would be lost: "
+                f"advantage {config.advantage.type!r} reads the reward's parts alone, and a penalty would be lost: "
                 "unset algorithm.filters.overlong, and set algorithm.kl.place = 'loss'"
             )
 
