@@ -44,7 +44,9 @@ def test_a_loss_on_the_gpu_equals_the_one_on_the_cpu(loss, correction):
 
 @pytest.mark.parametrize("advantage", sorted(ADVANTAGES))
 def test_an_advantage_on_the_gpu_equals_the_one_on_the_cpu(advantage):
-    kl = {} if advantage == "gdpo" else {"kl": {"coefficient": 0.1, "place": "reward"}}  # it does not read the reward
+    kl = (
+        {} if advantage == "gdpo" else {"kl": {"coefficient": 0.1, "place": "reward"}}
+    )  # it does not read the reward
     algo = Algorithm(AlgorithmConfig(advantage=advantage, **kl))
     batch = batch_of(random_rollouts(5, group_size=4))
     found = algo.batch_advantages(to_gpu(batch)).advantages_N
