@@ -184,7 +184,10 @@ def _drive(
     observers = [record, stall.observe, show, interrupts.observe]
     say(f"run folder: {run.path}")
     if changed_config is not None and not checkpoints:
-        say("it has no whole checkpoint yet: it begins at the start, with what the token log holds")
+        say(
+            "it has no whole checkpoint yet: it begins at the start"
+            + ("" if is_log_stale else ", with what the token log holds")
+        )
     undo = begin_anew(run, changed_config) if changed_config is not None and is_log_stale else None
     try:
         with progress, stall, interrupts.listening(), _warnings_to(progress):
