@@ -82,6 +82,15 @@ class PartedStream(Protocol):
         """The prompts at positions rank, rank + world, …: what islice(stream, rank, None, world) would give."""
 
 
+@runtime_checkable
+class EditableDataset(Protocol):
+    """One whose rows somebody may edit between two openings."""
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """Of what the rows are read from, by its name."""
+
+
 def open_dataset(config: PartConfig, split: Split = Split.TRAIN) -> Dataset | StreamDataset:
     """Build the dataset that the configuration names.
 

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from rill.config import Config
-from rill.data.base import Dataset, content_key, place_of
+from rill.data.base import Dataset, EditableDataset, content_key, place_of
 from rill.data.loader import Loader, LoaderConfig
 from rill.errors import CheckpointError
 from rill.types import Prompt
@@ -194,6 +194,7 @@ class _Subset:
     def __init__(self, dataset: Dataset, indices: list[int]) -> None:
         self._dataset = dataset
         self._indices = indices
+        self.digests = dataset.digests if isinstance(dataset, EditableDataset) else {}
 
     def __len__(self) -> int:
         return len(self._indices)

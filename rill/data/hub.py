@@ -47,6 +47,8 @@ class HubDataset:
             self._rows = ParquetDataset(rows, split, paths)
         else:
             self._rows = JsonlDataset(JsonlDataset.Config(path=str(paths[0]), **settings), split)
+        (digest,) = self._rows.digests.values()
+        self.digests = {config.name: digest}
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -50,6 +50,7 @@ class RowIndex:
 
     def __init__(self, root: Path, files: Sequence[Path]) -> None:
         self._root = root.resolve()
+        self._files = files
         self.folder = self._place() / _state_of(self._root, files)
         if not (self.folder / "source.txt").exists():
             self._start()
@@ -80,7 +81,18 @@ class RowIndex:
             name, lambda: np.fromiter(map(number_of, range(num_rows)), np.uint64, num_rows)
         )
 
+    def digests(self) -> dict[str, str]:
+        """Of what the files hold, whenever they were written, by the source."""
+        return {str(self._root): self.array_once("digest", self._digest).tobytes().hex()}
+
     # --- inside -------------------------------------------------------------------------------------------
+
+    def _digest(self) -> Array:
+        digest = hashlib.blake2b(digest_size=16)
+        for path in self._files:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+        return np.frombuffer(digest.digest(), np.uint8)
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:

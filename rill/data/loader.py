@@ -6,7 +6,7 @@ Callers: the loop (prompts) and SFT (examples). Guarantees:
 - An epoch's tail that does not divide by the world size goes on into the next epoch: nothing is dropped and no rank
   ever waits for another. Ranks that have read equally often differ by no more than one position.
 - `state()` is a few integers; after `load_state()` the reading goes on exactly where it stood, also when the
-  world size has changed (then from the whole run's position).
+  world size has changed (then from the whole run's position). Rows that were edited since are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from rill.config import Config
-from rill.data.base import Dataset, PartedStream, StreamDataset
+from rill.data.base import Dataset, EditableDataset, PartedStream, StreamDataset
 from rill.errors import CheckpointError, DataError
 from rill.types import Prompt
 
@@ -84,6 +84,7 @@ class Loader:
             "seed": self.config.seed,
             "shuffle": self.config.shuffle,
             "size": len(self.dataset),
+            "digests": dict(self.dataset.digests) if isinstance(self.dataset, EditableDataset) else {},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -93,6 +94,13 @@ class Loader:
                 raise CheckpointError(
                     f"the loader was saved with {key} = {state[key]!r}, this run has {mine[key]!r}: its position "
                     "means nothing for another order; start without resuming, or restore that setting"
+                )
+        read = state.get("digests", {})  # not there where an older rill saved it
+        for name, digest in mine["digests"].items():
+            if read.get(name, digest) != digest:
+                raise CheckpointError(
+                    f"{name} has other rows than the loader had read when it was saved: restore it; or give what it is "
+                    "now another name, and resume with that"
                 )
         # Rounded up, so that a change of the world size never reads a row twice in one epoch.
         self._position = -(-int(state["position"]) * int(state["world"]) // self.world)

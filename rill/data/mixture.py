@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from rill.config import Config as BaseConfig
 from rill.config import OneOf, PartConfig
-from rill.data.base import DATASETS, Split, open_indexed
+from rill.data.base import DATASETS, EditableDataset, Split, open_indexed
 from rill.types import Prompt
 
 PERIOD = 1_000
@@ -50,6 +50,9 @@ class MixtureDataset:
 
     def __init__(self, config: Config, split: Split = Split.TRAIN) -> None:
         self._sources = [open_indexed(source.dataset, split) for source in config.sources]
+        self.digests: dict[str, str] = {}
+        for source in self._sources:
+            self.digests |= source.digests if isinstance(source, EditableDataset) else {}
         ends = _ends(config.sources)
         # 389 has no factor in common with the period: neighbours come from different sources.
         owners = [bisect_right(ends, place * 389 % PERIOD) for place in range(PERIOD)]

@@ -80,6 +80,7 @@ class RowDataset(ABC):
         self.rows = config
         self.split = split
         self._numbers: Sequence[int] | npt.NDArray[np.int64] = ()
+        self.digests: Mapping[str, str] = {}
 
     @abstractmethod
     def num_rows(self) -> int: ...
@@ -99,6 +100,7 @@ class RowDataset(ABC):
 
     def index_rows(self, index: RowIndex) -> None:
         """See to it that every row is validated, and find those on this side. Called at the end of __init__."""
+        self.digests = index.digests()
         count = self.num_rows() if not self.rows.limit else min(self.rows.limit, self.num_rows())
         places = index.of_every_row(_parsing_of(self.rows), count, self._place)
         if self.split is Split.ALL or (self.split is Split.TRAIN and self.rows.held_out == 0.0):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rill.data.loader import Loader, LoaderConfig, StreamLoader, open_loader
+from rill.data.curriculum import Curriculum
+from rill.data.jsonl import JsonlDataset
+from rill.data.loader import Loader, LoaderConfig, PromptSource, StreamLoader, open_loader
+from rill.data.mixture import MixtureDataset
 from rill.errors import CheckpointError, DataError
 from rill.types import Prompt
 
@@ -85,6 +90,42 @@ def test_a_state_of_another_order_is_refused() -> None:
         loader.load_state(Loader(Numbers(10), LoaderConfig(seed=2)).state())
     with pytest.raises(CheckpointError, match="size"):
         loader.load_state(Loader(Numbers(11), LoaderConfig(seed=1)).state())
+
+
+def test_rows_that_were_edited_since_are_refused_though_they_are_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RILL_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "rows.jsonl"
+
+    def write(to: Path, last_answer: int) -> None:
+        rows = [{"question": f"{n}+1?", "answer": n + 1} for n in range(9)] + [
+            {"question": "9+1?", "answer": last_answer}
+        ]
+        to.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def plain(at: Path = path) -> Loader:
+        return Loader(JsonlDataset(JsonlDataset.Config(path=str(at))))
+
+    def mixed() -> Loader:
+        source = {"dataset": {"type": "jsonl", "path": str(path)}}
+        return Loader(MixtureDataset(MixtureDataset.Config.model_validate({"sources": [source]})))
+
+    def drawn() -> Curriculum:
+        return Curriculum(JsonlDataset(JsonlDataset.Config(path=str(path))))
+
+    sources: tuple[Callable[[], PromptSource], ...] = (plain, mixed, drawn)
+    write(path, last_answer=10)
+    states = [json.loads(json.dumps(source().state())) for source in sources]
+    write(path, last_answer=99)
+    for source, state in zip(sources, states, strict=True):
+        with pytest.raises(CheckpointError, match=r"rows.jsonl has other rows .* another name"):
+            source().load_state(state)
+    path.rename(tmp_path / "edited.jsonl")
+    plain(tmp_path / "edited.jsonl").load_state(states[0])
+    write(path, last_answer=10)  # the same, written later
+    for source, state in zip(sources, states, strict=True):
+        source().load_state(state)
 
 
 def test_an_empty_dataset_and_a_rank_outside_the_world_are_refused() -> None:
