@@ -56,7 +56,8 @@ class ReplayBuffer:
     def __init__(self, capacity: int, spec: RobotSpec, num_words: int) -> None:
         self.capacity = capacity
         self.size = 0
-        self._next = 0
+        self.next = 0
+        """Where the next one goes."""
         shapes: dict[str, tuple[tuple[int, ...], Any]] = {
             "states": ((spec.state_size,), np.float32),
             "next_states": ((spec.state_size,), np.float32),
@@ -70,12 +71,19 @@ class ReplayBuffer:
     def add(self, rows: dict[str, Any]) -> int:
         """How many there were."""
         count = len(rows["rewards"])
-        places = (self._next + np.arange(count)) % self.capacity
+        places = (self.next + np.arange(count)) % self.capacity
         for name, column in self.columns.items():
             column[places] = rows[name]
-        self._next = int((self._next + count) % self.capacity)
+        self.next = int((self.next + count) % self.capacity)
         self.size = min(self.capacity, self.size + count)
         return count
+
+    def restore(self, rows: dict[str, Any], following: int) -> None:
+        """What another one held, whose next row would have gone to `following`: where it stood, for draws go by that,
+        or the newest of it where this one is smaller."""
+        if len(rows["rewards"]) == self.capacity:
+            self.next = following
+        self.add({name: np.roll(column, -following, axis=0) for name, column in rows.items()})
 
     def draw(self, rng: np.random.Generator, count: int, device: torch.device) -> dict[str, Tensor]:
         places = rng.integers(0, self.size, count)
@@ -153,6 +161,7 @@ class SACTrainer(RobotTrainer):
                 "replay": None
                 if buffer is None
                 else {n: torch.from_numpy(c[: buffer.size].copy()) for n, c in buffer.columns.items()},
+                "replay_next": 0 if buffer is None else buffer.next,
             },
             Path(folder) / SAC_FILE,
         )
@@ -171,7 +180,7 @@ class SACTrainer(RobotTrainer):
         if state["replay"] is not None:
             rows = {name: column.cpu().numpy() for name, column in state["replay"].items()}
             self.buffer = ReplayBuffer(self.config.capacity, self.policy.spec, rows["words"].shape[1])
-            self.buffer.add(rows)
+            self.buffer.restore(rows, state.get("replay_next", 0))  # an older rill did not write it
 
     def _update(self, rows: dict[str, Tensor]) -> tuple[float, ...]:
         now = Inputs(states_BS=rows["states"], words_BW=rows["words"], images={})

@@ -90,11 +90,12 @@ def test_a_squashed_logprob_is_the_density_of_the_action() -> None:
         assert count / len(actions) == pytest.approx(np.exp(logprobs[inside]).mean() * (high - low), rel=0.15)
 
 
-def test_a_loaded_trainer_goes_on_bit_for_bit_with_its_buffer(tmp_path: Path) -> None:
-    first = trainer_of()
+@pytest.mark.parametrize("capacity", [200_000, 50], ids=["with room", "full"])
+def test_a_loaded_trainer_goes_on_bit_for_bit_with_its_buffer(tmp_path: Path, capacity: int) -> None:
+    first = trainer_of(capacity=capacity)
     first.update([episode(first, n) for n in range(20)])
     first.save(str(tmp_path))
-    second = trainer_of()
+    second = trainer_of(capacity=capacity)
     second.load(str(tmp_path))
     batch = [episode(first, n) for n in range(20, 24)]
     for trainer in (first, second):
@@ -102,6 +103,21 @@ def test_a_loaded_trainer_goes_on_bit_for_bit_with_its_buffer(tmp_path: Path) ->
         trainer.update(batch)
     for a, b in zip(first.policy.parameters(), second.policy.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("capacity", [3, 8])
+def test_a_buffer_that_is_loaded_into_one_of_another_size_keeps_the_newest(
+    tmp_path: Path, capacity: int
+) -> None:
+    first = trainer_of(capacity=5, warm_up=1_000)
+    episodes = [episode(first, n) for n in range(3)]
+    first.update(episodes)
+    first.save(str(tmp_path))
+    second = trainer_of(capacity=capacity, warm_up=1_000)
+    second.load(str(tmp_path))
+    rewards = transitions(episodes, SPEC)["rewards"][-5:][-capacity:]
+    assert second.buffer is not None and second.buffer.size == len(rewards)
+    assert sorted(second.buffer.columns["rewards"][: len(rewards)]) == sorted(rewards)
 
 
 def test_a_policy_that_sac_cannot_learn_is_refused() -> None:
