@@ -239,8 +239,8 @@ class Episode:
     group_id: str
     prompt_id: str
     samples: tuple[Trajectory, ...]
-    """At least one, those of the first agent first; a sampled token is in the loss mask of exactly one of them, and of
-    none in a failed episode."""
+    """At least one, those of the first agent first; a sampled token is in the loss mask of one of them at most, and of
+    none in a failed episode, unless algorithm.filters.train_failed asks for it."""
     rewards: Mapping[str, float]
     """By agent, the first being the one that `reward` means. Empty in a failed episode."""
     failure: Failure | None = None

@@ -58,8 +58,10 @@ async def run_episode(
     group_id: str,
     sampling: SamplingParams,
     log: EventLog | None = None,
+    train_failed: bool = False,
 ) -> Episode:
-    """From set-up to the reward. `log`: that of an earlier attempt, whose tools are then not called again."""
+    """From set-up to the reward. `log`: that of an earlier attempt, whose tools are then not called again.
+    `train_failed`: one that fails keeps its loss mask."""
     started = time.monotonic()
     setting = Setting(
         environment=environment,
@@ -82,7 +84,7 @@ async def run_episode(
         await _score(environment, prompt, agents, samples, outcome)
     elif outcome.error is not None:
         _log(episode_id, outcome.error)
-    whole = _rewarded(agents, samples, outcome)
+    whole = _rewarded(agents, samples, outcome, train_failed)
     whole.sort(key=lambda sample: agents[sample.agent] is not agents.first)
     failed, trained = outcome.failure is not None, dict.fromkeys(sample.agent for sample in whole)
     return Episode(
@@ -270,8 +272,11 @@ def _samples(
     return made
 
 
-def _rewarded(agents: Agents, samples: dict[str, list[Trajectory]], outcome: _Outcome) -> list[Trajectory]:
+def _rewarded(
+    agents: Agents, samples: dict[str, list[Trajectory]], outcome: _Outcome, train_failed: bool
+) -> list[Trajectory]:
     whole: list[Trajectory] = []
+    is_left_out = outcome.failure is not None and not train_failed
     for name, given in samples.items():
         agent = agents[name]
         if not agent.is_trained and len(samples) > 1:
@@ -280,7 +285,7 @@ def _rewarded(agents: Agents, samples: dict[str, list[Trajectory]], outcome: _Ou
         if outcome.failure is not None:
             changes.update(error=outcome.error, stop_reason=StopReason.ERROR)
         for sample in agent.tree.rewarded(given, **changes):
-            if outcome.failure is not None or not agent.is_trained:
+            if is_left_out or not agent.is_trained:
                 sample.loss_mask[:] = False  # its own array; kept as data, never trained on
             whole.append(sample)
     return whole

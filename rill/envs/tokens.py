@@ -132,6 +132,8 @@ class TokenTree:
         self.num_rewritten = 0
         """Histories that did not go on where a reply ended."""
         self._rewards: list[tuple[int, float]] = []
+        self._ends: list[Node] = []
+        """The leaves that the samples were made of: an answer may still come when the episode is over."""
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -239,15 +241,16 @@ class TokenTree:
 
     def rewarded(self, samples: Sequence[Trajectory], **fields: Any) -> list[Trajectory]:
         """What `samples` gave, with the rewards that came since."""
-        total, leaves = self.total_reward, self.leaves()
+        total = self.total_reward
         return [
             replace(sample, reward=total, rewards=self._token_rewards(leaf.path()), **fields)
-            for sample, leaf in zip(samples, leaves, strict=True)
+            for sample, leaf in zip(samples, self._ends, strict=True)
         ]
 
     def samples(self, sample_id: str, **fields: Any) -> list[Trajectory]:
         """One trajectory per leaf, without rewards. `fields`: group_id, prompt_id and what else they have in common."""
         leaves, trained = self.leaves(), set[int]()
+        self._ends = leaves
         out = []
         for number, leaf in enumerate(leaves):
             name = sample_id if len(leaves) == 1 else f"{sample_id}.{number}"

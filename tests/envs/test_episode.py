@@ -15,6 +15,7 @@ import pytest
 
 from rill.envs.agent import Agents
 from rill.envs.base import Environment
+from rill.envs.rewards.runner import Score
 from rill.errors import EngineError, TooLongError
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import Failure, Message, Prompt, SamplingParams, StopReason
@@ -390,5 +391,58 @@ async def test_what_another_model_says_is_not_trained_on_as_the_policys() -> Non
     ]
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+async def test_a_failed_episode_is_trained_on_where_asked_and_then_only_what_would_be(is_asked: bool) -> None:
+    async def run(task: Prompt, agents: Agents) -> None:
+        shown = await agents.policy.generate(task, is_trained=False)
+        first = await agents.policy.generate(shown.then("so"))
+        await agents.policy.generate(first.then("or"))
+        await agents.policy.generate(first.then("and"))
+        raise ValueError("broken")
+
+    episode = await play(playing(run), Scripted("a", "bb", "c", "d"), train_failed=is_asked)
+    assert episode.failure is Failure.ENVIRONMENT and len(episode.samples) == 2
+    trained = [
+        turn.text
+        for sample in episode.samples
+        for turn in sample.turns
+        if sample.loss_mask[turn.start : turn.end].any()
+    ]
+    assert trained == (["bb", "c", "d"] if is_asked else [])
+
+
 async def takes_one(task: Prompt) -> float:
     return 0.0
+
+
+async def test_an_answer_that_comes_when_the_episode_is_over_changes_nothing_of_it() -> None:
+    """The environment took the first of two; the other one is said while the answer is being scored."""
+    is_scored = asyncio.Event()
+
+    class Racing(Scripted):
+        async def generate(self, *asked: Any, **how: Any) -> Any:
+            is_late = len(self.seen) == 1
+            completion = await super().generate(*asked, **how)
+            if is_late:
+                await is_scored.wait()
+            return completion
+
+    async def run(task: Prompt, agents: Agents) -> None:
+        await agents.policy.generate(task)
+        late.append(asyncio.ensure_future(agents.policy.generate(task)))
+        await asyncio.sleep(0)
+
+    async def score(*_: Any) -> Score:
+        is_scored.set()
+        await late[0]
+        return Score(value=1.0, parts={})
+
+    late: list[asyncio.Future[Any]] = []
+    env = playing(run, reward={"type": "exact"})
+    assert env.rewards is not None
+    env.rewards.score = score  # type: ignore[method-assign]
+    episode = await play(env, Racing("85", "6"))
+    (sample,) = episode.samples
+    assert episode.reward == 1.0 and [turn.text for turn in sample.turns if turn.role == "assistant"] == [
+        "85"
+    ]
