@@ -11,7 +11,7 @@ N token, S sequence, G sample of one group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -30,6 +30,7 @@ from rill.algorithms.advantages.base import (
     TokenAdvantage,
     checked_group,
 )
+from rill.algorithms.advantages.group_statistics import over_episode
 from rill.algorithms.aggregation import Aggregation, token_weights
 from rill.algorithms.base import LossSum, Metric, Need, Reduce, TokenBatch, one_rank
 from rill.algorithms.checks import (
@@ -44,7 +45,7 @@ from rill.algorithms.corrections import CORRECTIONS
 from rill.algorithms.corrections.base import Correction
 from rill.algorithms.distill import DistillationConfig, distilled_advantages
 from rill.algorithms.estimate import as_samples, fill_advantages
-from rill.algorithms.filters import FilterConfig, Verdict, group_verdict
+from rill.algorithms.filters import DropReason, FilterConfig, Verdict, group_verdict
 from rill.algorithms.kl import KL_CONTROLLERS, FixedKL, KLConfig, kl_penalty
 from rill.algorithms.losses import LOSSES
 from rill.algorithms.losses.base import PolicyLoss
@@ -149,32 +150,35 @@ class Algorithm:
 
     # --- groups and their advantages ----------------------------------------------------------------------
 
-    def keep(self, trajectories: Sequence[Trajectory]) -> Verdict:
-        """Whether to train on a group, and why not."""
+    def keep(self, trajectories: Sequence[Trajectory], greedy: Sequence[Trajectory] = ()) -> Verdict:
+        """Whether to train on a group, and why not. `greedy`: the samples of its prompt's greedy episode."""
+        if any(t.error is not None for t in greedy) and not self.config.filters.train_failed:
+            return Verdict(keep=False, reason=DropReason.FAILED)
         return group_verdict(trajectories, self.config.filters, min_samples=self.advantage.min_samples)
 
     def as_samples(
         self,
         trajectories: Sequence[Trajectory],
-        greedy: Trajectory | None = None,
-        *,
-        max_tokens: int | None = None,
+        greedy: Sequence[Trajectory] = (),
     ) -> list[Sample]:
         """One sample to each trajectory; advantages() fills them in, here or after what it needs has been computed.
 
-        `greedy` is the greedy answer to their prompt (Need.GREEDY_BASELINE); `max_tokens` what the trainer takes at
-        most where its on_too_long is "skip".
+        `greedy` are the samples of their prompt's greedy episode (Need.GREEDY_BASELINE).
         """
-        return as_samples(trajectories, self.config.filters, greedy, max_tokens)
+        return as_samples(trajectories, self.config.filters, greedy)
 
     def advantages(
-        self, samples: Sequence[Sample], reduce: Reduce = one_rank
+        self,
+        samples: Sequence[Sample],
+        reduce: Reduce = one_rank,
+        keeps: Callable[[int], bool] = lambda num_tokens: True,
     ) -> tuple[list[Sample], dict[str, float]]:
         """The samples with advantages, and returns where there is a critic; and metrics over all ranks.
 
-        `reduce` sums over data-parallel ranks. See `scope` and `advantage_needs` for what must be there.
+        `reduce` sums over data-parallel ranks; `keeps`: whether the trainer takes a sample of so many tokens. See
+        `scope` and `advantage_needs` for what must be there.
         """
-        return fill_advantages(samples, self, reduce)
+        return fill_advantages(samples, self, reduce, keeps)
 
     def group_advantages(
         self,
@@ -309,11 +313,12 @@ class Algorithm:
         advantages_S = np.zeros(batch.num_seqs)
         for group in np.unique(groups):
             members = np.flatnonzero(groups == group)
+            if not lengths[members].any():  # another model's, say: nothing to weigh
+                continue
             greedy = None if batch.greedy_rewards_S is None else float(batch.greedy_rewards_S[members[0]])
             _, first, number = np.unique(episodes[members], return_index=True, return_inverse=True)
-            size = len(first)
-            of_episode = rewards[members][first] - np.bincount(number, penalty[members], size)
-            length = np.bincount(number, lengths[members], size)
+            of_episode = (rewards - penalty)[members][first]
+            length = np.bincount(number, lengths[members], len(first))
             advantages_S[members] = self.group_advantages(of_episode, length, greedy)[number]
         on_device_S = torch.from_numpy(advantages_S).to(batch.mask_N)
         return Advantages(
@@ -327,7 +332,7 @@ class Algorithm:
 
     def _rewards(self, batch: AdvantageBatch) -> tuple[Tensor, Tensor, dict[str, Metric]]:
         """(r_N, P_S): r_t = the reward given at t − β·KL_t, a reward without a place at the last trained token; and
-        the sum of β·KL over each sequence.
+        the sum of β·KL over the sequences of each one's episode.
 
         A sequence without trained tokens has no place for R in r_N and still counts in its group's baseline.
         """
@@ -344,7 +349,8 @@ class Algorithm:
             kl_N = kl_penalty(logprobs_N, ref_N, self.config.kl.estimator).detach() * batch.mask_N
             metrics["policy/kl_ref"] = Metric.mean(kl_N, batch.mask_N)
             penalty_N = self.kl_controller.coefficient * kl_N
-        return rewards_N - penalty_N, seq_sum(penalty_N, batch.seq_N, batch.num_seqs), metrics
+        penalty_S = over_episode(batch, seq_sum(penalty_N, batch.seq_N, batch.num_seqs))
+        return rewards_N - penalty_N, penalty_S, metrics
 
     def _with_regularisers(self, loss_N: Tensor, batch: TokenBatch, metrics: dict[str, Metric]) -> Tensor:
         kl = self.config.kl

@@ -2,14 +2,15 @@
 
 Guarantees: a reward lands where it was given (by token, by turn, or at the end); baselines go by (group, agent) and an
 episode counts once in them, however many samples it gave; what failed is in no baseline and in no loss unless
-filters.train_failed asks for it; the over-long penalty is part of the advantage and never of Trajectory.reward.
+filters.train_failed asks for it; the over-long penalty is part of the advantage and never of Trajectory.reward, and
+like that the same on every sample of an agent's episode.
 
 N token, S sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -21,44 +22,40 @@ from torch import Tensor
 from rill.algorithms.advantages.base import AdvantageBatch
 from rill.algorithms.base import Metric, Reduce
 from rill.algorithms.filters import FilterConfig, overlong_penalty
-from rill.types import NOT_SAMPLED, Bits, Floats, Sample, Trajectory
+from rill.types import Bits, Floats, Sample, Trajectory
 
 if TYPE_CHECKING:
     from rill.algorithms.algorithm import Algorithm
 
 GREEDY_REWARD = "greedy_reward"
-"""In a trajectory's metadata: the reward of the greedy answer to its prompt."""
+"""In a trajectory's metadata: its agent's reward in the greedy episode of its prompt."""
 
 
 def as_samples(
     trajectories: Sequence[Trajectory],
     filters: FilterConfig,
-    greedy: Trajectory | None,
-    max_tokens: int | None,
+    greedy: Sequence[Trajectory],
 ) -> list[Sample]:
-    """One sample to each trajectory, its advantages still 0. `greedy` is the greedy answer to their prompt; what is
-    longer than `max_tokens` is not trained on, and counts in its group's baseline all the same."""
+    """One sample to each trajectory, its advantages still 0. `greedy` are those of the greedy episode."""
     samples = []
-    greedy_reward = None if greedy is None else greedy.reward + _penalty(greedy, filters)
+    greedy_rewards = {t.agent: t.reward + p for t, p in zip(greedy, _penalties(greedy, filters), strict=True)}
     for trajectory in trajectories:
-        if filters.train_failed and trajectory.error is not None:
-            trajectory = replace(trajectory, loss_mask=trajectory.versions != NOT_SAMPLED)
-        if max_tokens is not None and trajectory.num_tokens > max_tokens:
-            trajectory = replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
-        if greedy_reward is not None:
-            trajectory = replace(trajectory, metadata={**trajectory.metadata, GREEDY_REWARD: greedy_reward})
+        if greedy:  # where an agent had no part in it, it was given nothing
+            reward = greedy_rewards.get(trajectory.agent, 0.0)
+            trajectory = replace(trajectory, metadata={**trajectory.metadata, GREEDY_REWARD: reward})
         samples.append(Sample(trajectory=trajectory, advantages=_zeros(trajectory)))
     return samples
 
 
 def fill_advantages(
-    samples: Sequence[Sample], algorithm: Algorithm, reduce: Reduce
+    samples: Sequence[Sample], algorithm: Algorithm, reduce: Reduce, keeps: Callable[[int], bool]
 ) -> tuple[list[Sample], dict[str, float]]:
-    """The samples with advantages, and returns where the estimator has them, in their order; metrics over all ranks."""
+    """The samples with advantages, and returns where the estimator has them, in their order; metrics over all ranks.
+    One whose number of tokens is not kept counts in its group's baseline all the same."""
     filters = algorithm.config.filters
     left_out = _left_out(samples, filters, algorithm.advantage.min_samples)
     scored = [s for s, out in zip(samples, left_out, strict=True) if not out]
-    masks = [_trained(s.trajectory, filters) for s in scored]
+    masks = [_trained(s.trajectory, filters, keeps) for s in scored]
     result = algorithm.batch_advantages(advantage_batch(scored, masks, filters), reduce)
     lengths = [s.num_tokens for s in scored]
     advantages = iter(_cut(result.advantages_N, lengths))
@@ -88,7 +85,7 @@ def advantage_batch(
 ) -> AdvantageBatch:
     """What an estimator sees of the samples."""
     found = [s.trajectory for s in samples]
-    penalties = [_penalty(t, filters) for t in found]
+    penalties = _penalties(found, filters)
     lengths = torch.tensor([t.num_tokens for t in found], dtype=torch.int64)
     is_spread = any(t.rewards is not None for t in found)
     names = sorted(set.intersection(*(set(t.reward_parts) for t in found))) if found else []
@@ -162,13 +159,19 @@ def _left_out(samples: Sequence[Sample], filters: FilterConfig, min_samples: int
     ]
 
 
-def _trained(trajectory: Trajectory, filters: FilterConfig) -> Bits:
-    is_off = filters.mask_truncated and trajectory.is_truncated
+def _trained(trajectory: Trajectory, filters: FilterConfig, keeps: Callable[[int], bool]) -> Bits:
+    is_off = (filters.mask_truncated and trajectory.is_truncated) or not keeps(trajectory.num_tokens)
     return np.zeros_like(trajectory.loss_mask) if is_off else trajectory.loss_mask
 
 
-def _penalty(trajectory: Trajectory, filters: FilterConfig) -> float:
-    return 0.0 if filters.overlong is None else overlong_penalty(trajectory.num_sampled, filters.overlong)
+def _penalties(found: Sequence[Trajectory], filters: FilterConfig) -> list[float]:
+    """Of each sample: that of the longest which its agent gave in its episode."""
+    if filters.overlong is None:
+        return [0.0] * len(found)
+    longest: dict[tuple[str, str], int] = {}
+    for t in found:
+        longest[_episode(t), t.agent] = max(longest.get((_episode(t), t.agent), 0), t.num_sampled)
+    return [overlong_penalty(longest[_episode(t), t.agent], filters.overlong) for t in found]
 
 
 def _episode(trajectory: Trajectory) -> str:

@@ -36,7 +36,8 @@ class Verdict:
 
 
 class OverlongConfig(Config):
-    """DAPO's soft punishment of over-long answers (arXiv 2503.14476 §3.4)."""
+    """DAPO's soft punishment of over-long answers (arXiv 2503.14476 §3.4). An episode of several samples is punished
+    for the longest."""
 
     limit_tokens: int = Field(gt=0)
     """L_max: the length at which the full penalty applies."""

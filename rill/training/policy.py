@@ -224,18 +224,20 @@ class PolicyTrainer(StepTrainer):
         sequences = self._sequences(samples)
         if Need.FULL_VOCABULARY_TEACHER in self.algorithm.needs and not self._teachers:
             raise TrainingError("this algorithm distils over the whole vocabulary: call set_teachers() first")
-        passes: Iterable[tuple[MicroBatch, dict[str, Tensor]]] = (
-            (batch, self._columns(batch, [samples[i] for i in batch.indices], version, has_old))
-            for batch in self.batcher.micro_batches(sequences)
-        )
+        batches: Iterable[MicroBatch] = self.batcher.micro_batches(sequences)
+
+        def columns_of(batch: MicroBatch) -> dict[str, Tensor]:
+            return self._columns(batch, [samples[i] for i in batch.indices], version, has_old)
+
         statistics: dict[str, Tensor] = {}
         if Need.STATISTICS in self.algorithm.needs:
-            passes = list(passes)
-            statistics = self._statistics(passes)
-        # Each pack is built while the device works on the one before it.
-        for batch, columns in passes:
+            batches = list(batches)
+            statistics = self._statistics([(batch, columns_of(batch)) for batch in batches])
+        # A pack is built while the device works on the one before it, and what the loss reads while it works on this.
+        for batch in batches:
             with self._routed() as balance:
                 output = self._forward(batch, self._distill(batch))
+            columns = columns_of(batch)
             if step == 0 and self.on_trained is not None and self.world.leads:
                 self._tell([samples[i] for i in batch.indices], output)
             tokens = self._token_batch(batch, columns, output, statistics)

@@ -11,7 +11,7 @@ say whom to ask. An episode that fails is data: it is counted, and left out of b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,8 +47,8 @@ class FinishedGroup(NamedTuple):
     samples: list[Sample]
 
 
-FinishGroup = Callable[[Algorithm, Group, Trajectory | None], FinishedGroup]
-"""(algorithm, group, the greedy answer where the algorithm needs one). A workflow file has it."""
+FinishGroup = Callable[[Algorithm, Group, Sequence[Trajectory]], FinishedGroup]
+"""(algorithm, group, the samples of the greedy episode where the algorithm needs one). A workflow file has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +130,14 @@ class Episodes:
             events = {name: log.events for name, log in logs.items()}
             stopped = Progress(answers=answers, events=events)
             return self._outcome(task, stopped=stopped), []
+        greedy = episodes.pop().samples if len(episodes) > task.num_samples else ()
+        rewards = tuple(e.reward if e.failure is None else float("nan") for e in episodes)
         if task.purpose != TRAIN:
-            rewards = tuple(e.reward if e.failure is None else float("nan") for e in episodes)
             error = next((e.error for e in episodes if e.error is not None), None)
             said = tuple(sample for episode in episodes for sample in episode.samples)
             group = Group(id=task.id, prompt=task.prompt, trajectories=said)
             self._log.write_evaluation(group, task.index, task.purpose)
             return self._outcome(task, rewards=rewards, error=error, metrics=episode_metrics(episodes)), []
-        greedy = episodes.pop().samples[0] if len(episodes) > task.num_samples else None
         trajectories = tuple(sample for episode in episodes for sample in episode.samples)
         group = Group(id=task.id, prompt=task.prompt, trajectories=trajectories)
         verdict, samples = self._settings.finish_group(self._algorithm, group, greedy)
@@ -147,6 +147,7 @@ class Episodes:
             task,
             lengths=tuple(sample.num_tokens for sample in samples),
             dropped=verdict.reason,
+            rewards=rewards,
             oldest_version=oldest_version(group),
             metrics={**group_metrics(group), **episode_metrics(episodes)},
         )
@@ -160,7 +161,7 @@ class Episodes:
         wanted = {f"{task.id}/{i}": sampling for i in range(task.num_samples)}
         if task.purpose == TRAIN and Need.GREEDY_BASELINE in self._algorithm.needs:
             wanted[f"{task.id}/greedy"] = replace(sampling, temperature=0.0)
-        known = self._begin(task)
+        known, train_failed = self._begin(task), self._algorithm.config.filters.train_failed
         for name in wanted:
             events = {**known.get(name, {}), **task.progress.events.get(name, {})}
             logs[name] = EpisodeEvents(name, events, self._journal if task.purpose == TRAIN else None)
@@ -174,6 +175,7 @@ class Episodes:
                     group_id=task.id,
                     sampling=how,
                     log=logs[name],
+                    train_failed=train_failed,
                 )
                 for name, how in wanted.items()
             ),

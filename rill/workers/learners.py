@@ -129,7 +129,7 @@ class Advantages:
                 return None
             samples, self._waiting = self._waiting, []
         reduce = self._trainer.world.sum_over_data
-        judged, found = self._algorithm.advantages(samples, reduce=reduce)
+        judged, found = self._algorithm.advantages(samples, reduce, self._trainer.keeps)
         if found:
             num_own = sum(int(sample.trajectory.loss_mask.sum()) for sample in judged)
             num_new = float(reduce(torch.tensor(num_own, dtype=torch.float64)))

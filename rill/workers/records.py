@@ -25,7 +25,8 @@ from rill.training.balance import CostModel, partition
 from rill.types import EmbodiedTrajectory, Ints, PolicyVersion, Prompt, Sample
 
 A = TypeVar("A")
-TRAIN = "train"
+TRAIN = ""
+"""No evaluation set can be called so."""
 BY_TOKENS = CostModel()
 
 
@@ -74,7 +75,7 @@ class Outcome:
     stopped: Progress | None = None
     """How far it came when it was stopped; None: it was finished."""
     rewards: tuple[float, ...] = ()
-    """Of an evaluation: of each episode; not a number where it failed."""
+    """Of each episode, the first agent's; not a number where it failed. Empty where it was stopped."""
     error: str | None = None
     """Of an evaluation: why one of the episodes failed."""
     oldest_version: PolicyVersion | None = None

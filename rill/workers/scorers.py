@@ -166,10 +166,13 @@ def with_scores(
     samples: Sequence[Sample], scores: Sequence[float], config: RewardModelConfig, algorithm: Algorithm
 ) -> list[Sample]:
     """The samples with weight · score in their reward, and with the advantages that follow within each group; an
-    algorithm that needs more than the group leaves them to the critic or the actor. One without a score has failed."""
+    algorithm that needs more than the group leaves them to the critic or the actor. One without a score has failed.
+    Where an agent's episode gave several samples its score is that of the last, as a reward is for its last answer."""
     rewarded = []
-    for sample, score in zip(samples, scores, strict=True):
-        t = sample.trajectory
+    played = [(s.trajectory.episode_id or s.id, s.trajectory.agent) for s in samples]
+    score_of = dict(zip(played, scores, strict=True))
+    for sample, episode in zip(samples, played, strict=True):
+        t, score = sample.trajectory, score_of[episode]
         own = 0.0 if config.replaces_reward else t.reward
         parts = {**t.reward_parts, PART: score}
         scored = replace(t, reward=own + config.weight * score, reward_parts=parts)

@@ -113,8 +113,9 @@ class EvalConfig(EvalSamplingConfig):
     sets: tuple[EvalSetConfig, ...] = ()
 
     def all_sets(self, data: PartConfig) -> dict[str, EvalSetConfig]:
-        """By name; that of the training data's held-out side is HELD_OUT."""
-        return {each.name: each for each in (*self.own_set(data, Split.HELD_OUT), *self.sets)}
+        """Those that have prompts, by name; that of the training data's held-out side is HELD_OUT."""
+        found = (*self.own_set(data, Split.HELD_OUT), *self.sets)
+        return {each.name: each for each in found if each.num_prompts}
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -6,6 +6,7 @@ and how far sampling runs ahead of training is the recipe's business; nothing he
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from rill.algorithms import Algorithm, Need
@@ -21,11 +22,11 @@ from rill.workflows.rl_config import RLConfig
 from rill.workflows.workflow import Workflow
 
 
-def finish_group(algorithm: Algorithm, group: Group, greedy: Trajectory | None) -> FinishedGroup:
+def finish_group(algorithm: Algorithm, group: Group, greedy: Sequence[Trajectory]) -> FinishedGroup:
     """What becomes of a group when its last episode ends, where it was made: the filter's verdict, and advantages from
     the rewards of the group. Failed episodes are in no baseline. An algorithm whose advantages need more than the group
     leaves them to the actor; with a reward model they are computed from its scores."""
-    verdict = algorithm.keep(group.trajectories)
+    verdict = algorithm.keep(group.trajectories, greedy)
     if not verdict.keep:
         return FinishedGroup(verdict, [])
     samples = algorithm.as_samples(group.trajectories, greedy)

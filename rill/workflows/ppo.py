@@ -29,10 +29,16 @@ class PPO(GRPO):
     class Config(RLConfig):
         workflow: Literal["ppo"] = "ppo"
         critic: ValueTrainer.Config
-        """The value function. Its model is the recipe's unless it names its own."""
+        """The value function. Its model is the recipe's unless it names its own, and what is too long for the trainer
+        is for it."""
         placement: PPOPlacementConfig = Field(default_factory=PPOPlacementConfig)
 
-        handed_down = {**RLConfig.handed_down, "critic.model": "model"}
+        handed_down = {
+            **RLConfig.handed_down,
+            "critic.model": "model",
+            "critic.micro_batch_tokens": "trainer.micro_batch_tokens",
+            "critic.on_too_long": "trainer.on_too_long",
+        }
         provides: ClassVar[frozenset[Need]] = RLConfig.provides | {Need.VALUES}
 
     config: Config

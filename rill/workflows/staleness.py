@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,8 @@ class Entry:
 
     task: Task
     outcome: Outcome | None = None
+    is_learnt: bool = False
+    """The curriculum knows what came of it; a checkpoint that holds it has both."""
 
 
 class Staleness:
@@ -123,9 +126,11 @@ class Staleness:
             entry.task = replace(entry.task, progress=outcome.stopped, num_resumes=entry.task.num_resumes + 1)
             self._num_stopped += 1
             return
-        if isinstance(self.source, Curriculum) and "reward/mean" in outcome.metrics:
-            prompt = self._groups[State.RUNNING][index].task.prompt
-            self.source.learn(index, prompt, outcome.metrics["reward/mean"])
+        entry = self._groups[State.RUNNING][index]
+        rewards = [reward for reward in outcome.rewards if not math.isnan(reward)]
+        if isinstance(self.source, Curriculum) and rewards and not entry.is_learnt:
+            self.source.learn(index, entry.task.prompt, sum(rewards) / len(rewards))
+            entry.is_learnt = True
         if outcome.is_kept:
             self._move(index, State.RUNNING, State.KEPT).outcome = outcome
         else:
@@ -237,6 +242,7 @@ class Staleness:
             "trained": self._num_trained,
             "next_index": self._next_index,
             "source": self.source.state(),
+            "learnt": [index for group in self._groups.values() for index, e in group.items() if e.is_learnt],
         }
 
     def load_state(self, state: Mapping[str, Any], untrained: Sequence[Task]) -> None:
@@ -244,7 +250,10 @@ class Staleness:
         self.version, self._next_index = state["version"], state["next_index"]
         self._num_dropped, self._num_trained = state["dropped"], state["trained"]
         self.source.load_state(state["source"])
-        self._groups[State.RESUMED] = {task.index: Entry(task) for task in untrained}
+        learnt = set(state.get("learnt", ()))  # a run may have been begun by a rill that did not write it
+        self._groups[State.RESUMED] = {
+            task.index: Entry(task, is_learnt=task.index in learnt) for task in untrained
+        }
 
     def _move(self, index: int, old: State, new: State) -> Entry:
         entry = self._groups[old].pop(index)

@@ -17,7 +17,7 @@ def algorithm(**settings):
     return Algorithm(AlgorithmConfig.model_validate(settings))
 
 
-def filled(algo, *trajectories, greedy=None):
+def filled(algo, *trajectories, greedy=()):
     samples, _ = algo.advantages(algo.as_samples(trajectories, greedy))
     assert [s.trajectory.id for s in samples] == [t.id for t in trajectories]
     return samples
@@ -48,10 +48,13 @@ def test_what_failed_is_in_no_baseline_and_in_no_loss():
 
 
 def test_what_failed_is_trained_with_the_reward_it_carries_where_asked():
-    members = [trajectory("a", reward=1.0), trajectory("b", loss_mask=np.zeros(5, bool), **FAILED)]
+    shown = trajectory("b", turns=(2, 3), **FAILED)
+    shown = replace(shown, loss_mask=shown.loss_mask & (shown.turn_ids == 3))
+    members = [trajectory("a", reward=1.0), shown]
     asked = algorithm(type="rloo", filters={"train_failed": True})
-    assert scalars(filled(asked, *members)) == pytest.approx([1.0, -1.0])
-    assert asked.keep(members).keep
+    samples = filled(asked, *members)
+    assert scalars(samples) == pytest.approx([1.0, -1.0]) and asked.keep(members).keep
+    assert samples[1].trajectory.loss_mask.tolist() == shown.loss_mask.tolist(), "and no turn that is not"
 
 
 def test_the_lone_survivor_of_a_group_is_not_trained_as_if_its_baseline_were_0():
@@ -78,6 +81,21 @@ def test_dynamic_sampling_looks_at_the_reward_before_the_penalty_for_length():
     # In the advantage it counts: 1 − 0.5 against 1 − 1.
     assert scalars(filled(algo, *members)) == pytest.approx(reference.grpo([0.5, 0.0]), rel=1e-5)
     assert [t.reward for t in members] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "lite_ppo", "return_to_go"])
+def test_an_episode_of_several_samples_is_punished_for_its_longest_wherever_that_stands(name):
+    """As a whole, like a reward: the summary before an over-long answer led to it."""
+    overlong = {"limit_tokens": 8, "buffer_tokens": 4}
+    algo = algorithm(type=name, kl={"coefficient": 0.0}, filters={"overlong": overlong})
+
+    def found(*turns):
+        members = [trajectory(f"a.{n}", turns=(turn,), episode_id="a") for n, turn in enumerate(turns)]
+        return [s.advantages[-1] for s in filled(algo, *members, trajectory("b", reward=0.0))]
+
+    assert found(2, 8) == pytest.approx(found(8, 8)) and found(2, 8)[0] < 0 < found(2, 8)[2]
+    assert found(8, 2) == pytest.approx(found(8, 8))
+    assert found(3, 3) == [0, 0, 0], "two short ones are no long one"
 
 
 def test_dynamic_sampling_can_look_at_one_part_of_the_reward():
@@ -119,6 +137,18 @@ def test_a_cut_off_answer_is_not_trained_on_and_still_counts_in_the_baseline():
     assert scalars(filled(by_length, *members)) == [0.75, None]
 
 
+def test_a_group_of_an_agent_that_is_not_trained_ends_no_run():
+    """Another model's answers are data: they weigh nothing, and nothing is compared with them."""
+    mask = np.zeros(5, bool)
+    members = [
+        trajectory("a", reward=1.0),
+        trajectory("b", reward=0.0),
+        trajectory("a'", reward=2.0, agent="helper", loss_mask=mask),
+        trajectory("b'", reward=3.0, agent="helper", loss_mask=mask),
+    ]
+    assert scalars(filled(algorithm(type="opo"), *members)) == [0.5, -0.5, None, None]
+
+
 def test_an_episode_of_several_samples_counts_once_and_all_of_them_get_its_advantage():
     members = [
         trajectory("a", reward=1.0, episode_id="e0", turns=(2,)),
@@ -134,6 +164,25 @@ def test_an_episode_of_several_samples_counts_once_and_all_of_them_get_its_advan
     )
     equal = [replace(t, reward=1.0) for t in members]
     assert algorithm(type="dapo").keep(equal).reason is DropReason.EQUAL_REWARDS
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "gpg", "lite_ppo", "gigpo"])
+def test_an_episode_pays_for_the_kl_of_all_its_samples_on_all_of_them(name):
+    settings = {"gigpo": {"advantage": {"scale": False, "weight": 0.0}}}.get(name, {})
+    algo = algorithm(type=name, kl={"coefficient": 0.5, "place": "reward", "estimator": "k1"}, **settings)
+    members = [
+        trajectory("a", reward=1.0, episode_id="e0"),
+        trajectory("b", reward=1.0, episode_id="e0"),
+        trajectory("c", reward=0.0, episode_id="e1"),
+    ]
+    samples = []
+    for s, kl in zip(algo.as_samples(members), (0.0, 0.2, 0.0), strict=True):
+        zeros = np.zeros(5, np.float32)
+        samples.append(replace(s, old_logprobs=zeros, ref_logprobs=zeros - np.float32(kl)))
+    found, _ = algo.advantages(samples)
+    # 1 − ½ · 3 · 0.2 against 0
+    scale = 1.0 if name != "lite_ppo" else np.std([0.7, 0.0], ddof=1)
+    assert scalars(found) == pytest.approx(np.array([0.35, 0.35, -0.35]) / scale, rel=1e-5)
 
 
 def test_agents_of_one_group_have_baselines_of_their_own():
@@ -236,7 +285,7 @@ def test_failed_samples_have_returns_too_so_that_a_critic_takes_the_batch_as_it_
 def test_the_greedy_baseline_pays_for_its_length_as_the_answers_do():
     overlong = {"limit_tokens": 4, "buffer_tokens": 4}
     members = [trajectory("a", reward=1.0, turns=(1,)), trajectory("b", reward=0.0, turns=(2,))]
-    greedy = trajectory("greedy", reward=1.0, turns=(4,))
+    greedy = [trajectory("greedy", reward=1.0, turns=(4,))]
     remax = algorithm(type="remax", filters={"overlong": overlong})
     # 1 − ¼ and 0 − ½ against 1 − 1.
     assert scalars(filled(remax, *members, greedy=greedy)) == pytest.approx([0.75, -0.5])

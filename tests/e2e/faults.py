@@ -150,7 +150,7 @@ def foreign_tokenizer(folder: Path, config: ModelConfig) -> tuple[str, str]:
     return f"model.path={folder / 'model'}", f"model.tokenizer={folder / 'other'}"
 
 
-def finish_shuffled(algorithm: Algorithm, group: Group, greedy: Trajectory | None) -> FinishedGroup:
+def finish_shuffled(algorithm: Algorithm, group: Group, greedy: Sequence[Trajectory]) -> FinishedGroup:
     """As GRPO's, but the samples go on under the id of another group."""
     verdict, samples = finish_group(algorithm, group, greedy)
     return FinishedGroup(

@@ -37,7 +37,7 @@ def one_step(name: str, dtype: str, rendezvous: Rendezvous | None = None) -> tup
     )
     world = trainer.world
     mine = [t for t in rewarded() if world.data_size == 1 or int(t.group_id[1:]) == world.data_rank]
-    greedy = replace(mine[0], reward=0.5) if Need.GREEDY_BASELINE in algorithm.needs else None
+    greedy = [replace(mine[0], reward=0.5)] if Need.GREEDY_BASELINE in algorithm.needs else []
     samples = algorithm.as_samples(mine, greedy)
     if Need.REWARD_LOGPROBS in algorithm.advantage_needs:
         samples = trainer.scored(samples)

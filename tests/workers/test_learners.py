@@ -59,8 +59,9 @@ class Samples(dict[str, Sample]):
         self[key] = sample
 
 
-def critic(algorithm: Algorithm) -> ValueTrainer:
-    return ValueTrainer(ValueTrainer.Config(model=MODEL, optimizer={"learning_rate": 1e-3}), algorithm)
+def critic(algorithm: Algorithm, **settings: Any) -> ValueTrainer:
+    config = ValueTrainer.Config(model=MODEL, optimizer={"learning_rate": 1e-3}, **settings)
+    return ValueTrainer(config, algorithm)
 
 
 def test_figures_of_a_batch_in_chunks_are_those_of_the_whole_batch() -> None:
@@ -85,3 +86,32 @@ def test_the_critic_steers_the_kl_that_it_takes_from_the_reward(whiten: bool) ->
     assert len(passed) == 5 and found["policy/kl_ref"] == pytest.approx(mean_kl(samples), rel=1e-6)
     assert worker.algorithm.kl_controller.coefficient == pytest.approx(0.1 * (1 + 0.2 * 5 / 20))
     worker.trainer.close()
+
+
+@pytest.mark.parametrize("name", ["ppo", "online_dpo", "reinforce_pp"])
+def test_what_is_too_long_to_be_trained_on_bears_on_no_other_sample(name: str) -> None:
+    """Its values and log-probabilities were never computed: no whitening counts them, and no pair has them."""
+    algorithm = Algorithm(AlgorithmConfig.model_validate({"type": name}))
+    samples = [
+        replace(s, values=np.zeros(s.num_tokens, np.float32))
+        for s in sorted(scored(4), key=lambda s: s.num_tokens)
+    ]
+    rewards = (0.0, 0.5, 1.0, 9.0)
+    samples = [
+        replace(s, trajectory=replace(s.trajectory, group_id="g", reward=reward))
+        for s, reward in zip(samples, rewards, strict=True)
+    ]
+    limit = samples[-1].num_tokens - 1
+    assert samples[-2].num_tokens <= limit
+
+    def judged(given: list[Sample], **settings: Any) -> list[Sample]:
+        trainer = critic(algorithm, **settings)
+        found = Advantages(algorithm, trainer).add(given, is_last=True)
+        trainer.close()
+        assert found is not None
+        return found
+
+    *short, long = judged(samples, micro_batch_tokens=limit, on_too_long="skip")
+    assert not long.advantages.any() and not long.trajectory.loss_mask.any()
+    for one, other in zip(short, judged(samples[:-1]), strict=True):
+        np.testing.assert_array_equal(one.advantages, other.advantages)

@@ -149,3 +149,18 @@ def test_rules_that_decide_before_the_model_scores_are_refused() -> None:
         resolved(RECIPE, [model, "algorithm.filters.drop_equal_rewards=true"])
     with pytest.raises(Exception, match="greedy answer"):
         resolved(RECIPE, [model, "algorithm.type=remax"])
+
+
+def test_an_episode_of_several_samples_has_the_score_of_its_last_on_all_of_them() -> None:
+    """As the environment's reward is that of the last answer: the samples before it led to it."""
+    algorithm = Algorithm(AlgorithmConfig(type="dr_grpo"))
+    samples = []
+    for number, episode in ((0, "e"), (1, "e"), (2, "f")):
+        member = sample("a", number, 0.0)
+        samples.append(replace(member, trajectory=replace(member.trajectory, episode_id=episode)))
+    config = RewardModelConfig(model=MODEL)
+    rewarded = with_scores(samples, [9.0, 1.0, 3.0], config, algorithm)
+    assert [s.trajectory.reward for s in rewarded] == [1.0, 1.0, 3.0]
+    assert [s.advantages[1] for s in rewarded] == [-1.0, -1.0, 1.0]
+    one_too_long = with_scores(samples, [9.0, float("nan"), 3.0], config, algorithm)
+    assert [s.trajectory.error is None for s in one_too_long] == [False, False, True]

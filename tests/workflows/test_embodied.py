@@ -156,7 +156,7 @@ def test_a_failed_episode_is_no_score_and_in_no_group() -> None:
     outcome, kept = finished(EmbodiedAlgorithmConfig(), task, [lost], simulating=0.5)
     assert kept == [] and outcome.dropped == "failed" and outcome.metrics["rollout/errors"] == 1.0
     scored, _ = finished(EmbodiedAlgorithmConfig(), replace(task, purpose="held_out"), [lost], simulating=0.5)
-    assert math.isnan(scored.rewards[0])
+    assert math.isnan(scored.rewards[0]) and scored.error == "the process died", "what the run ends with"
 
 
 @pytest.mark.slow

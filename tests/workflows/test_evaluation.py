@@ -7,8 +7,9 @@ import pytest
 from rill.data.tasks.arithmetic import ArithmeticDataset
 from rill.telemetry.pass_at_k import pass_at_k, pass_counts
 from rill.workers.config import HELD_OUT
+from rill.workers.records import TRAIN
 from rill.workflows.config import EvalConfig
-from rill.workflows.evaluation import read_prompts, summarise_rewards
+from rill.workflows.evaluation import Evaluation, read_prompts, summarise_rewards
 
 
 def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_answer() -> None:
@@ -59,3 +60,19 @@ def test_a_run_may_have_several_sets_each_with_a_name_of_its_own() -> None:
     assert len(read_prompts(sets["hard"])) == 128
     with pytest.raises(ValueError, match="a name of its own"):
         EvalConfig.model_validate({"sets": [{"name": "a", "data": "arithmetic"}] * 2})
+
+
+def test_a_set_without_prompts_is_none_and_no_evaluation_that_never_ends() -> None:
+    config = EvalConfig.model_validate(
+        {"num_prompts": 0, "sets": [{"name": "a", "data": "arithmetic", "num_prompts": 0}]}
+    )
+    assert config.all_sets(ArithmeticDataset.Config()) == {}
+
+
+def test_a_set_may_be_called_train_and_is_not_trained_on() -> None:
+    config = EvalConfig.model_validate(
+        {"num_prompts": 0, "sets": [{"name": "train", "data": "arithmetic", "num_prompts": 2}]}
+    )
+    tasks = Evaluation(config.all_sets(ArithmeticDataset.Config())).begin(0)
+    assert [task.id for task in tasks] == ["train/0", "train/1"]
+    assert all(task.purpose != TRAIN for task in tasks)

@@ -50,6 +50,20 @@ def test_some_presets_fit_each_workflow_and_none_fits_neither() -> None:
     assert fitting["grpo"] | fitting["ppo"] == set(PRESETS)
 
 
+def test_what_is_too_long_for_the_trainer_is_for_the_critic_unless_it_says_otherwise() -> None:
+    """With on_too_long = skip a run would end at an answer that its critic cannot take."""
+    chosen = [
+        "workflow=ppo",
+        "algorithm.type=ppo",
+        "trainer.on_too_long=skip",
+        "trainer.micro_batch_tokens=99",
+    ]
+    critic = resolved(RECIPE, chosen).model_dump()["critic"]
+    assert (critic["on_too_long"], critic["micro_batch_tokens"]) == ("skip", 99)
+    critic = resolved(RECIPE, [*chosen, "critic.micro_batch_tokens=50"]).model_dump()["critic"]
+    assert (critic["on_too_long"], critic["micro_batch_tokens"]) == ("skip", 50)
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rill.data.curriculum import Curriculum, CurriculumConfig
+from rill.data.loader import PromptSource
 from rill.errors import RunError
 from rill.inference.base import Completion
 from rill.types import Prompt, StopReason
@@ -51,6 +54,7 @@ class Bench:
         in_order: bool = False,
         size: int = 10_000,
         steps: int = 1000,
+        source: PromptSource | None = None,
     ) -> None:
         config = LoopConfig(
             prompts_per_step=batch,
@@ -61,7 +65,7 @@ class Bench:
             max_resumes=max_resumes,
             max_refills=max_refills,
         )
-        self.state = Staleness(config, Numbers(size), group_size=1)
+        self.state = Staleness(config, source or Numbers(size), group_size=1)
         self.tasks: dict[int, Task] = {}
         self.admitted: list[int] = []
         self.batch: list[int] = []
@@ -73,7 +77,8 @@ class Bench:
         return [task.index for task in tasks]
 
     def finish(self, index: int, *, dropped: str | None = None) -> None:
-        self.state.collect(Outcome(index=index, lengths=() if dropped else (3,), dropped=dropped))
+        lengths = () if dropped else (3,)
+        self.state.collect(Outcome(index=index, lengths=lengths, dropped=dropped, rewards=(1.0,)))
 
     def stop(self, index: int, num_tokens: int = 1) -> None:
         progress = Progress(answers={f"g{index}/0#0": answer(num_tokens)})
@@ -158,6 +163,33 @@ def test_a_resumed_run_does_what_was_begun_again_under_the_same_names() -> None:
     assert [second.tasks[index] for index in begun] == [first.tasks[index] for index in begun]
     fresh = [second.tasks[index] for index in second.admitted[len(begun) :]]
     assert all(task.index > max(first.admitted) and task.prompt.id == f"p{task.index}" for task in fresh)
+
+
+def test_a_group_that_was_kept_at_a_checkpoint_teaches_the_curriculum_once_though_it_is_done_again() -> None:
+    def bench() -> Bench:
+        rows = [Prompt(id=f"p{n}", text=f"{n}?", difficulty=0.0) for n in range(20)]
+        return Bench(max_lag=1, source=Curriculum(rows, CurriculumConfig(pools=1)))
+
+    def num_reports(bench: Bench) -> int:
+        reports: int = bench.state.state()["source"]["pools"][0]["num_reports"]
+        return reports
+
+    first = bench()
+    first.admit()
+    for index in (0, 1, 2):
+        first.finish(index)
+    first.step()
+    assert num_reports(first) == 3, "what waits for a batch has been learnt from"
+    state, untrained = first.state.state(), first.state.untrained()
+    for _ in range(2):  # killed once more before anything was finished
+        second = bench()
+        second.state.load_state(json.loads(json.dumps(state)), untrained)
+        second.admit()
+        state, untrained = second.state.state(), second.state.untrained()
+    second.finish(2)
+    assert num_reports(second) == 3
+    second.finish(3, dropped="equal_rewards")
+    assert num_reports(second) == 4
 
 
 def test_a_batch_that_was_chosen_before_is_chosen_again_in_its_order() -> None:

@@ -120,8 +120,8 @@ class TokenAdvantage(ABC):
 
     @abstractmethod
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
-        """`rewards_N` is the reward of each token and batch.rewards_S its sum over each sequence, both with the
-        KL penalty taken; per-token fields are 0 on untrained tokens."""
+        """`rewards_N` is the reward of each token and batch.rewards_S that of each sequence's whole episode, both with
+        the KL penalty taken; per-token fields are 0 on untrained tokens."""
 
 
 def checked_group(rewards_G: npt.ArrayLike, lengths_G: npt.ArrayLike | None) -> tuple[Scores, Scores]:

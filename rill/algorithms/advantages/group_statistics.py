@@ -36,6 +36,13 @@ def of_first_sequence(batch: AdvantageBatch, values_S: Tensor) -> Tensor:
     return values_S[torch.from_numpy(first[number])]
 
 
+def over_episode(batch: AdvantageBatch, values_S: Tensor) -> Tensor:
+    """The sum over its episode's sequences, for each sequence."""
+    if batch.episode_S is None:
+        return values_S
+    return _sum_of_groups(values_S, torch.unique(batch.episode_S, return_inverse=True)[1])
+
+
 def minus_others_mean(batch: AdvantageBatch, values_S: Tensor) -> Tensor:
     """v_i − mean of its group's other episodes: E/(E − 1) · (v_i − mean); an only one has mean 0. The values of an
     episode's sequences are the same."""

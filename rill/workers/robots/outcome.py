@@ -27,7 +27,8 @@ def finished(
     whole = sorted((e for e in episodes if e.error is None), key=lambda episode: episode.id)
     if task.purpose != TRAIN:
         rewards = tuple(float("nan") if e.error is not None else float(e.success) for e in episodes)
-        return Outcome(index=task.index, purpose=task.purpose, rewards=rewards), []
+        error = next((e.error for e in episodes if e.error is not None), None)
+        return Outcome(index=task.index, purpose=task.purpose, rewards=rewards, error=error), []
     verdict = judge(algorithm, [episode.success for episode in whole])
     kept = whole if verdict.keep else []
     metrics = group_metrics(episodes, whole) | {"rollout/simulating": simulating}
@@ -37,6 +38,7 @@ def finished(
         purpose=task.purpose,
         lengths=tuple(episode.num_tokens for episode in kept),
         dropped=None if verdict.keep else str(verdict.reason),
+        rewards=tuple(episode.reward for episode in whole),
         oldest_version=PolicyVersion(min(versions)) if versions else None,
         metrics=metrics,
     )
