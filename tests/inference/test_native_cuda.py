@@ -157,6 +157,49 @@ def test_weights_that_are_not_numbers_fail_the_request_and_harm_nothing(temperat
         engine.close()
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_steps_of_few_rows_are_one_launch_through_releases_and_updates(name: str) -> None:
+    """Sampled in one launch, scored by the kernels for many rows; rows end one after the other."""
+    shape = SHAPES[name] | {
+        "hidden_size": 512, "intermediate_size": 1408, "head_dim": 128, "initializer_range": 0.05,
+        "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    engine = NativeEngine(
+        NativeEngine.Config(
+            model=ModelConfig(shape=shape), device="cuda", num_kv_blocks=300, max_num_seqs=20, max_batched_tokens=1024
+        )
+    )  # fmt: skip
+    inputs = prompts((40, 700, 7, 129), seed=3)
+    lengths = (5, 60, 40, 90)
+
+    def check(tag: str) -> None:
+        asked = [
+            request(f"{tag}{i}", p, max_new_tokens=n, seed=i, temperature=1.0)
+            for i, (p, n) in enumerate(zip(inputs, lengths, strict=True))
+        ]
+        done = engine.generate(asked, timeout_s=110)
+        whole = [np.concatenate([p, c.token_ids]) for p, c in zip(inputs, done, strict=True)]
+        for prompt, completion, scores in zip(inputs, done, engine.score(whole), strict=True):
+            difference = abs(scores[len(prompt) :] - completion.logprobs)
+            assert difference.max() < 0.1 and difference.mean() < 0.02, "more than bf16 rounds"
+
+    try:
+        runner: Any = engine._runner
+        assert runner._one_launch is not None
+        check("first")
+        for level in (MemoryLevel.WEIGHTS, MemoryLevel.KV, MemoryLevel.WEIGHTS):
+            engine.pause(PauseMode.INTERRUPT)
+            engine.release(level)
+            engine.restore()
+            engine.resume()
+            check(f"after {level}")
+        fresh = [(n, p + 0.02 * torch.randn_like(p)) for n, p in runner.model.named_parameters()]
+        engine.update_weights(fresh, PolicyVersion(1))
+        check("updated")
+    finally:
+        engine.close()
+
+
 def test_captured_steps_outlive_a_release_of_the_memory_that_they_read() -> None:
     engine = make_engine(device="cuda", check_every_step=False, num_kv_blocks=100_000)
     asked = [request(i, prompt, temperature=1.0, seed=i) for i, prompt in enumerate(prompts((5, 9, 20)))]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from rill.errors import EngineError
 from rill.inference.collector import CollectorHold
 from rill.inference.native.batch import StepBatch, changed_places
 from rill.inference.native.decode_graphs import NUM_PROGRAMS, Array, DecodeGraphs, Upload, sampling_columns
@@ -41,6 +42,8 @@ from rill.inference.native.triton_sampler import TritonSampler
 from rill.models.decode.attention_paged import PagedBatch
 from rill.models.decode.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, work_in_runs
 from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
+from rill.models.decode.one_launch import MAX_ROWS as MAX_LAUNCH_ROWS
+from rill.models.decode.one_launch import OneLaunch
 from rill.models.decode.skinny import MAX_ROWS, SkinnyStages
 from rill.models.ops import triton_experts
 from rill.models.ops.invariant import invariant_linear
@@ -84,6 +87,7 @@ class CudaRunner(ModelRunner):
         )
         self.use_kernels(TritonKernels(decode), fast_path=config.fast_path)
         self._skinny: SkinnyStages | None = None
+        self._one_launch: OneLaunch | None = None
         decoder, weight = self.decoder, self.head.weight
         # Its kernels join a product with what follows, and between ranks a sum comes in between.
         is_alone = self.shards is None and not batch_invariant
@@ -140,6 +144,7 @@ class CudaRunner(ModelRunner):
     def prepare(self) -> None:
         """Graphs are captured before the first request."""
         if self.uses_graphs:
+            self._one_launch = self._find_one_launch()
             try:
                 self._graphs.capture_all()
                 self._prompts.capture_all()
@@ -151,6 +156,18 @@ class CudaRunner(ModelRunner):
                 self._drop_graphs()
                 self.uses_graphs = False
         self._collector.take()
+
+    def _find_one_launch(self) -> OneLaunch | None:
+        if self._skinny is None or self.decoder is None or self.cache[0].keys.dtype != torch.bfloat16:
+            return None
+        try:
+            one = OneLaunch.of(self.decoder, self.cache_shape.block_size, self.device)
+            if one is not None:
+                one.check(self._tables, self.cache)
+            return one
+        except EngineError as error:
+            logger.warning("steps of few rows are launched kernel by kernel, which is slower: %s", error)
+            return None
 
     def leave_thread(self) -> None:
         self._collector.give_back()
@@ -258,7 +275,7 @@ class CudaRunner(ModelRunner):
 
     def use_modules(self) -> None:
         super().use_modules()
-        self._skinny = None
+        self._skinny = self._one_launch = None
 
     def _adapter_numbers(self, batch: StepBatch) -> tuple[bool, Array | None]:
         """Whether a graph may compute this batch, and each row's adapter, where any has one."""
@@ -287,8 +304,12 @@ class CudaRunner(ModelRunner):
         known = torch.where(ids_N < 0, self._last_tokens[paged.table_rows_B], ids_N)
         skinny = self._skinny
         if skinny is not None and adapters_N is None and len(ids_N) <= MAX_ROWS:
-            assert self.decoder is not None
-            hidden_NE = self.decoder(known, positions_N, paged, self.cache, stages=skinny)
+            assert self.decoder is not None and paged.decode_work is not None
+            one = self._one_launch
+            if one is not None and len(ids_N) <= MAX_LAUNCH_ROWS and paged.decode_work.shared is None:
+                hidden_NE = one(known, positions_N, paged, self.cache)
+            else:
+                hidden_NE = self.decoder(known, positions_N, paged, self.cache, stages=skinny)
             return self.logit_rule(skinny.logits(hidden_NE))
         return self.logits(self._hidden(known, positions_N, paged, adapters_N))
 

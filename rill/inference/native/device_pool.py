@@ -13,12 +13,11 @@ import ctypes
 import logging
 import struct
 from contextlib import AbstractContextManager
-from functools import cache
-from typing import Any
 
 import torch
 
 from rill.errors import EngineError
+from rill.models.ops.cuda_driver import call_driver
 
 log = logging.getLogger(__name__)
 
@@ -68,44 +67,30 @@ class DevicePool:
         # CUmemAllocationProp: its type, handles, location, Windows' data, flags; CUmemAccessDesc: location, flags
         properties = struct.pack("iiiiQ8x", _PINNED, 0, _ON_DEVICE, self._device.index, 0)
         access = struct.pack("iii", _ON_DEVICE, self._device.index, _READ_AND_WRITE)
-        _call("cuMemCreate", ctypes.byref(handle), size, properties, 0)
-        _call("cuMemMap", address, size, 0, handle.value, 0)
-        _call("cuMemSetAccess", address, size, access, 1)
+        call_driver("cuMemCreate", ctypes.byref(handle), size, properties, 0)
+        call_driver("cuMemMap", address, size, 0, handle.value, 0)
+        call_driver("cuMemSetAccess", address, size, access, 1)
         self._handles[address] = handle.value
 
     def _unmap(self, address: int) -> None:
-        _call("cuMemUnmap", address, self._sizes[address])
-        _call("cuMemRelease", self._handles.pop(address))
+        call_driver("cuMemUnmap", address, self._sizes[address])
+        call_driver("cuMemRelease", self._handles.pop(address))
 
     def _allocate(self, num_bytes: int, device: int, stream: int) -> int:
         """Called by torch. 0 is out of memory to it."""
         address, size = ctypes.c_ulonglong(), -(-num_bytes // _GRANULE) * _GRANULE
         try:
-            _call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
+            call_driver("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
             self._sizes[address.value] = size
             self._map(address.value)
         except EngineError as error:
             log.warning("%d MiB of device memory were refused: %s", size >> 20, error)
             if self._sizes.pop(address.value, None):
-                _call("cuMemAddressFree", address.value, size)
+                call_driver("cuMemAddressFree", address.value, size)
             return 0
         return address.value
 
     def _free(self, address: int, num_bytes: int, device: int, stream: int) -> None:
         if address in self._handles:
             self._unmap(address)
-        _call("cuMemAddressFree", address, self._sizes.pop(address))
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: Any) -> None:
-    """Of the CUDA driver, whose numbers all have 64 bits here."""
-    given = [ctypes.c_ulonglong(each) if isinstance(each, int) else each for each in arguments]
-    if code := getattr(_driver(), name)(*given):
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise EngineError(f"{name}: {(text.value or b'').decode()} ({code})")
+        call_driver("cuMemAddressFree", address, self._sizes.pop(address))
