@@ -60,6 +60,14 @@ def _pointers(row, MOMENT: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr)
     return master_ptr, mean_ptr, square_ptr, grad_ptr, copy_ptr
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _places(offsets, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where elements lie whose rows of WIDTH lie by turns with another weight's; 0: one after another."""
+    if WIDTH:
+        offsets += offsets // WIDTH * WIDTH
+    return offsets
+
+
 @triton.jit
 def _constants(constants_ptr, tensor):  # type: ignore[no-untyped-def]
     """(decay, correction of the mean, root of the square's)."""
@@ -92,6 +100,8 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     IS_EVEN: tl.constexpr,
     GRAD: tl.constexpr,
     COPY: tl.constexpr,
+    GRAD_WIDTH: tl.constexpr,
+    COPY_WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
@@ -102,7 +112,8 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, CHUNK, BLOCK):
         offsets = first + start + tl.arange(0, BLOCK)
         inside = offsets < num_elements
-        grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * grad_scale
+        grad = tl.load(grad_ptr + _places(offsets, GRAD_WIDTH), mask=inside, other=0.0).to(tl.float32)
+        grad *= grad_scale
         master = tl.load(master_ptr + offsets, mask=inside, other=0.0)
         mean = tl.load(mean_ptr + offsets, mask=inside, other=0.0)
         square = tl.load(square_ptr + offsets, mask=inside, other=0.0)
@@ -112,7 +123,31 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         tl.store(master_ptr + offsets, master, mask=inside)
         tl.store(mean_ptr + offsets, mean, mask=inside)
         tl.store(square_ptr + offsets, square, mask=inside)
-        tl.store(copy_ptr + offsets, master.to(COPY), mask=inside)
+        tl.store(copy_ptr + _places(offsets, COPY_WIDTH), master.to(COPY), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _squares_kernel(  # type: ignore[no-untyped-def]
+    addresses_ptr,
+    chunks_ptr,
+    sums_ptr,
+    IS_EVEN: tl.constexpr,
+    GRAD: tl.constexpr,
+    GRAD_WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Each program's sum of squared gradients."""
+    _, first, row, num_elements = _work(addresses_ptr, chunks_ptr, CHUNK, WORDS, IS_EVEN)
+    grad_ptr = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(GRAD)), 16)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, CHUNK, BLOCK):
+        offsets = first + start + tl.arange(0, BLOCK)
+        places = _places(offsets, GRAD_WIDTH)
+        grad = tl.load(grad_ptr + places, mask=offsets < num_elements, other=0.0).to(tl.float32)
+        total += grad * grad
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(total, 0))
 
 
 @triton.jit
@@ -161,6 +196,8 @@ def _adamw8_kernel(  # type: ignore[no-untyped-def]
     IS_EVEN: tl.constexpr,
     GRAD: tl.constexpr,
     COPY: tl.constexpr,
+    GRAD_WIDTH: tl.constexpr,
+    COPY_WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     CODES: tl.constexpr,
@@ -178,7 +215,8 @@ def _adamw8_kernel(  # type: ignore[no-untyped-def]
         offsets = first + start + tl.arange(0, ROWS)[:, None] * CODES + tl.arange(0, CODES)[None, :]
         inside = offsets < num_elements
         is_there = blocks * CODES < num_elements
-        grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * grad_scale
+        grad = tl.load(grad_ptr + _places(offsets, GRAD_WIDTH), mask=inside, other=0.0).to(tl.float32)
+        grad *= grad_scale
         master = tl.load(master_ptr + offsets, mask=inside, other=0.0)
         mean_code = tl.load(mean_ptr + offsets, mask=inside, other=0).to(tl.int32)
         square_code = tl.load(square_ptr + offsets, mask=inside, other=0).to(tl.int32)
@@ -191,7 +229,7 @@ def _adamw8_kernel(  # type: ignore[no-untyped-def]
             grad, master, mean, square, rate, decay, beta1, beta2, epsilon, correction1, correction2_sqrt
         )
         tl.store(master_ptr + offsets, master, mask=inside)
-        tl.store(copy_ptr + offsets, master.to(COPY), mask=inside)
+        tl.store(copy_ptr + _places(offsets, COPY_WIDTH), master.to(COPY), mask=inside)
         mean_code, mean_scale = _encoded(tl.abs(mean), SIGNED_TOP)
         mean_code = tl.where(mean < 0, mean_code + 128, mean_code)
         square_code, square_scale = _encoded(square, UNSIGNED_TOP)
@@ -208,7 +246,10 @@ class _Kind:
     is_even: bool
     is_coded: bool
     grad: torch.dtype
+    grad_width: int
+    """Of rows that lie by turns with another weight's (rill.models.train.fused_mlp); 0: it is in one piece."""
     copy: torch.dtype
+    copy_width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,17 +257,16 @@ class _Update:
     """One slot's part in the next launch."""
 
     slot: Slot
-    arrived: Tensor
-    """The slot's gradient; while it is still that one, what was prepared holds."""
     grad: Tensor
-    """The same values where the kernel can read them."""
+    """The slot's gradient, where the kernel can read it."""
     state: dict[str, Any]
     decay: float
 
     @property
     def kind(self) -> _Kind:
-        is_even = self.slot.master.numel() % 16 == 0
-        return _Kind(is_even, is_coded(self.state), self.grad.dtype, self.slot.template.dtype)
+        is_even, copy = self.slot.master.numel() % 16 == 0, self.slot.template.detach()
+        of_grad, of_copy = (self.grad.dtype, _width(self.grad)), (copy.dtype, _width(local(copy)))
+        return _Kind(is_even, is_coded(self.state), *of_grad, *of_copy)
 
     def addresses(self) -> tuple[int, ...]:
         """_WORDS of them: master, mean, square, gradient, copy, the number of elements, scales of mean and square."""
@@ -250,8 +290,8 @@ class CopyingAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Make the tables of the next step() from the gradients as they are now: host work of a millisecond or two,
-        best done while the device is still busy with the backward pass."""
+        """Make the tables of the next step() from the gradients, which stay as they are until then: host work of a
+        millisecond or two, best done while the device is still busy with the backward pass."""
         self._updates = [
             self._update(self._slots[id(master)], group["weight_decay"])
             for group in self.param_groups
@@ -264,13 +304,28 @@ class CopyingAdamW(torch.optim.Optimizer):
         self._launches = [(kind, self._tables(updates)) for kind, updates in by_kind.items()]
 
     @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of the gradients that prepare() found: one launch, where torch's own would make one for every twenty
+        million of them."""
+        device = next(iter(self._slots.values())).master.device
+        sums = [torch.zeros(1, device=device)]
+        for kind, (addresses, _, chunks) in self._launches:
+            sums.append(torch.empty(len(chunks), device=device))
+            _squares_kernel[(len(chunks),)](
+                addresses, chunks, sums[-1], IS_EVEN=kind.is_even, GRAD=_TYPES[kind.grad],
+                GRAD_WIDTH=kind.grad_width, CHUNK=_CHUNK, BLOCK=2 * _BLOCK, WORDS=_WORDS, num_warps=8,
+            )  # fmt: skip
+        return torch.cat(sums).sum().sqrt()
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if not self._is_prepared():
+        if not self._launches:
             self.prepare()
         group = self.param_groups[0]
         rates = (self.gradient_scale, group["lr"], *group["betas"], group["eps"])
         for kind, tables in self._launches:
             types = {"GRAD": _TYPES[kind.grad], "COPY": _TYPES[kind.copy], "IS_EVEN": kind.is_even}
+            types |= {"GRAD_WIDTH": kind.grad_width, "COPY_WIDTH": kind.copy_width}
             sizes = {"CHUNK": _CHUNK, "WORDS": _WORDS, "num_warps": 8}
             grid = (len(tables[-1]),)
             if kind.is_coded:
@@ -282,19 +337,13 @@ class CopyingAdamW(torch.optim.Optimizer):
         torch._foreach_add_([update.state["step"] for update in self._updates], 1)
         self._updates, self._launches = [], []
 
-    def _is_prepared(self) -> bool:
-        prepared = {id(u.slot.master): u.arrived for u in self._updates}
-        return bool(prepared) and all(
-            slot.gradient() is prepared.get(master) for master, slot in self._slots.items()
-        )
-
     def _update(self, slot: Slot, decay: float) -> _Update:
         state, grad = self.state[slot.master], slot.gradient()
         assert grad is not None
         if "step" not in state:
             state.update(new_state(slot) if self._has_codes else _float_state(slot))
         state["step"] = state["step"].cpu()  # a checkpoint may have put it elsewhere
-        return _Update(slot, grad, _aligned(grad), state, decay)
+        return _Update(slot, _aligned(grad), state, decay)
 
     def _tables(self, updates: Sequence[_Update]) -> tuple[Tensor, ...]:
         """(addresses, constants, chunks) on the device, as the kernels want them."""
@@ -322,10 +371,16 @@ def _float_state(slot: Slot) -> dict[str, Tensor]:
     return {"step": torch.zeros((), dtype=torch.float32), **zeros}
 
 
+def _width(tensor: Tensor) -> int:
+    """Of the rows of one that has every second row of a larger one; 0 of any other."""
+    by_turns = tensor.ndim == 2 and tensor.stride() == (2 * tensor.shape[1], 1)
+    return tensor.shape[1] if by_turns else 0
+
+
 def _aligned(grad: Tensor) -> Tensor:
     """The kernel reads 16 bytes at a time; autograd may hand out a slice that starts anywhere."""
-    grad = grad.contiguous()
-    return grad if grad.data_ptr() % 16 == 0 else grad.clone()
+    grad = grad if _width(grad) else grad.contiguous()
+    return grad if grad.data_ptr() % 16 == 0 else grad.clone(memory_format=torch.contiguous_format)
 
 
 def _chunks_of(sizes: Sequence[int]) -> np.ndarray[Any, Any]:

@@ -9,6 +9,7 @@ from rill.errors import ConfigError
 from rill.models.ops.int4 import check_groups, rounded_int4
 from rill.models.train.fp8_products import replace_products_fp8
 from rill.models.train.fused_mlp import fuse_mlps, has_fused_mlp
+from rill.models.train.joined_products import join_products
 from rill.models.train.products import GradientSums, replace_products
 from rill.training.module import PackedModule
 from rill.training.parallel import World
@@ -37,3 +38,5 @@ def arrange_products(
         replace_products_fp8(module.layers, sums)
     elif is_whole and dtype == torch.bfloat16 and has_fused_mlp(world.device):
         fuse_mlps(module.layers)
+    if is_whole and world.device.type == "cuda":
+        join_products(module.layers)

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from rill.errors import TrainingError
 from rill.models.loading import DTYPES
 from rill.models.lora import add_lora, merged_weights
-from rill.models.train.attention_packed import compile_layer
+from rill.models.train.attention_packed import compile_decoder
+from rill.models.train.fused_mlp import keep_by_turns
 from rill.training.arrange import arrange_products
 from rill.training.engine_config import EngineConfig
 from rill.training.host_memory import keep_freed_memory
@@ -66,6 +67,8 @@ class TrainEngine:
             raise TrainingError("the model has no trainable parameter")
         self._by_template = {id(s.template): s for s in self.slots}
         self.optimizer = Optimizer(config.optimizer, self.slots)
+        if self.optimizer.takes_copies:
+            keep_by_turns(module.layers)
 
     # --- training -----------------------------------------------------------------------------------------
 
@@ -86,9 +89,11 @@ class TrainEngine:
     def gradient_norm(self) -> Tensor:
         """L2 norm of the accumulated gradient over all ranks, not yet divided. Does not wait for the device."""
         self._collect_gradients()
-        pairs = ((s.template, s.gradient()) for s in self.slots)
-        norm = gradient_norm([(t, g) for t, g in pairs if g is not None], self.device)
         self.optimizer.prepare()
+        norm = self.optimizer.gradient_norm() if self.world.size == 1 else None
+        if norm is None:
+            pairs = ((s.template, s.gradient()) for s in self.slots)
+            norm = gradient_norm([(t, g) for t, g in pairs if g is not None], self.device)
         return norm
 
     def step(
@@ -171,7 +176,7 @@ class TrainEngine:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face name and whole tensor, in compute precision, adapters merged. A collective when sharded."""
         weights: Iterator[tuple[str, Tensor]] = (
-            (name.removeprefix(LM_PREFIX), full(p.detach()).to(self.compute_dtype))
+            (name.removeprefix(LM_PREFIX), full(p.detach()).to(self.compute_dtype).contiguous())
             for name, p in self.module.named_parameters()
         )
         weights = itertools.chain(weights, self._named_buffers())
@@ -298,15 +303,14 @@ class TrainEngine:
             fp8=self.config.fp8,
             sums=self.module.sums,
         )
+        if self.config.activation_checkpointing != "none":
+            for layer in self.module.layers:
+                recompute_layer(layer, self.config.activation_checkpointing)
         if self.config.compile:
             import torch._functorch.config as compiler  # seconds that a process without compiled layers can spare
 
             compiler.activation_memory_budget = self.config.activation_memory_budget
-        for layer in self.module.layers:
-            if self.config.activation_checkpointing != "none":
-                recompute_layer(layer, self.config.activation_checkpointing)
-            if self.config.compile:
-                compile_layer(layer)
+            compile_decoder(self.module.lm)
         if self.world.shards:
             shard_model(
                 self.module,

@@ -211,8 +211,8 @@ def run_packed(
     inputs = {"input_ids": ids_1M, "position_ids": positions_1M}
     if visual is not None:
         inputs = visual.decoder_inputs(lm.get_input_embeddings()(ids_1M[0]))
-    hidden_MD: Tensor = decoder_of(lm)(**inputs, use_cache=False, packed=layout).last_hidden_state[0]
-    return hidden_MD
+    hidden_1MD: Tensor = decoder_of(lm)(**inputs, use_cache=False, packed=layout).last_hidden_state
+    return hidden_1MD.squeeze(0)  # and not [0], whose gradient is a copy among zeros
 
 
 @torch.no_grad()

@@ -33,6 +33,8 @@ class _ScalesItself(Protocol):
 class _Prepares(Protocol):
     def prepare(self) -> None: ...
 
+    def gradient_norm(self) -> Tensor: ...
+
 
 class Optimizer:
     """What `config.type` names, on the slots."""
@@ -56,10 +58,16 @@ class Optimizer:
             self._parts.append(_elementwise(config, others))
 
     def prepare(self) -> None:
-        """Do what can be done of the next step() before its rate and scale are known. May be left out."""
+        """Do what can be done of the next step() before its rate and scale are known. May be left out; gradients do
+        not change between the two."""
         for part in self._parts:
             if isinstance(part, _Prepares):
                 part.prepare()
+
+    def gradient_norm(self) -> Tensor | None:
+        """L2 norm of the gradients that prepare() found, this rank's parts; None where it has no way of its own."""
+        (part, *others) = self._parts
+        return part.gradient_norm() if isinstance(part, _Prepares) and not others else None
 
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """One step with every gradient multiplied by `gradient_scale`."""
@@ -110,13 +118,14 @@ class Optimizer:
     @staticmethod
     def _scale(part: torch.optim.Optimizer, scale: float) -> None:
         """The fused kernel divides by a tensor on its way (torch's protocol for gradient scalers); others first."""
+        if isinstance(part, _ScalesItself):
+            part.gradient_scale = scale  # and no list of gradients, for which the device would wait
+            return
         masters = [m for group in part.param_groups for m in group["params"] if m.grad is not None]
         if isinstance(part, torch.optim.AdamW):
             device = masters[0].device if masters else torch.device("cpu")
             part.grad_scale = torch.full((), 1.0 / scale, device=device)  # type: ignore[attr-defined]
             part.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
-        elif isinstance(part, _ScalesItself):
-            part.gradient_scale = scale
         elif masters and scale != 1.0:
             torch._foreach_mul_([m.grad for m in masters], scale)
 

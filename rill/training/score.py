@@ -19,7 +19,7 @@ from torch import Tensor
 from rill.config import Config
 from rill.errors import ConfigError
 from rill.models.loading import DTYPES, ModelConfig
-from rill.models.train.attention_packed import compile_layer
+from rill.models.train.attention_packed import compile_decoder
 from rill.training.arrange import arrange_products
 from rill.training.batching import Batcher
 from rill.training.engine_config import EngineConfig, Precision
@@ -132,8 +132,7 @@ class FrozenModel:
         )
         layers = list(self.module.layers)
         if config.compile:
-            for layer in layers:
-                compile_layer(layer)
+            compile_decoder(self.module.lm)
         if config.shard and self.world.shards:
             from torch.distributed.fsdp import register_fsdp_forward_method
 

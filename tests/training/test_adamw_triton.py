@@ -14,8 +14,8 @@ from rill.training.slots import OptimizerConfig, Slot, parameter_groups
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-SHAPES = ((384, 256), (300, 257), (3, 5), (48,), (7,))
-"""65,536 elements are a chunk."""
+SHAPES = ((384, 256), (300, 257), (3, 5), (48,), (7,), (300, 272), (300, 272))
+"""65,536 elements are a chunk. The last two lie by turns with each other, gradients too."""
 
 
 def make_slots(generator: torch.Generator) -> list[Slot]:
@@ -24,7 +24,14 @@ def make_slots(generator: torch.Generator) -> list[Slot]:
         master = torch.randn(shape, generator=generator).to(DEVICE)
         template = master.to(torch.bfloat16).requires_grad_()
         slots.append(Slot(name=str(shape), template=template, master=master, is_matrix=False, has_copy=True))
+    for slot, rows in zip(slots[-2:], by_turns([slot.template.detach() for slot in slots[-2:]]), strict=True):
+        slot.template.data = rows
     return slots
+
+
+def by_turns(pair: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The same values as every second row each of one tensor."""
+    return torch.stack(tuple(pair), dim=1).unbind(1)
 
 
 def put_gradients(slots: Sequence[Slot], dtype: torch.dtype, seed: int) -> None:
@@ -35,6 +42,10 @@ def put_gradients(slots: Sequence[Slot], dtype: torch.dtype, seed: int) -> None:
             slot.template.grad, slot.master.grad = gradient, None
         else:  # as passes were added up
             slot.master.grad = gradient
+    if dtype is torch.bfloat16:
+        gradients = [slot.template.grad for slot in slots[-2:] if slot.template.grad is not None]
+        for slot, rows in zip(slots[-2:], by_turns(gradients), strict=True):
+            slot.template.grad = rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -69,3 +80,21 @@ def test_three_steps_of_the_one_launch_are_those_of_torchs_operations(kind: str,
         assert torch.equal(slot.template, slot.master.to(torch.bfloat16)), slot.name
         number = one_pass.state[slot.master]["step"]
         assert float(number) == 3.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_norm_is_that_of_all_gradients_and_of_none(dtype: torch.dtype) -> None:
+    from rill.training.adamw_triton import CopyingAdamW
+
+    slots = make_slots(torch.Generator().manual_seed(0))
+    optimizer = CopyingAdamW(slots, OptimizerConfig(learning_rate=1e-2))
+    optimizer.prepare()
+    assert optimizer.gradient_norm() == 0
+    put_gradients(slots, dtype, 1)
+    slots[1].template.grad = slots[1].master.grad = None
+    optimizer.prepare()
+    gradients = [gradient for slot in slots if (gradient := slot.gradient()) is not None]
+    wanted = torch.cat([gradient.double().flatten() for gradient in gradients]).norm()
+    assert abs(optimizer.gradient_norm() - wanted) < 1e-5 * wanted
+    gradients[0][5, 7] = float("nan")
+    assert optimizer.gradient_norm().isnan()

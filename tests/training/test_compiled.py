@@ -39,3 +39,23 @@ def test_layers_share_what_is_compiled_and_are_as_near_the_exact_gradient(values
     assert 0 < counters["stats"]["unique_graphs"] < 10
     # Rounding to 8 or 4 bits falls to the other side where a compiler rounds to bf16 less often: not the same numbers.
     assert error(compiled) < 1.25 * error(plain) + 0.01
+
+
+def test_the_norm_behind_the_layers_is_compiled_too() -> None:
+    from torch._dynamo.utils import counters
+
+    norm = trainer(compute_dtype="bfloat16", compile=True).engine.module.lm.model.norm
+    torch.manual_seed(0)
+    weight, x, grad = torch.rand(32), torch.randn(1, 50, 32), torch.randn(1, 50, 32)
+    x64 = x.double().requires_grad_()
+    wanted = weight.double() * x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    norm.weight.data.copy_(weight)
+    x16 = x.bfloat16().requires_grad_()
+    torch._dynamo.reset()  # what other tests have compiled
+    counters.clear()
+    found = norm(x16)
+    assert counters["stats"]["unique_graphs"] == 1
+    (wanted_grad,) = torch.autograd.grad(wanted, x64, grad.double())
+    (found_grad,) = torch.autograd.grad(found, x16, grad.bfloat16())
+    for a, b in ((found, wanted), (found_grad, wanted_grad)):
+        assert (a.double() - b).norm() < 0.01 * b.norm()

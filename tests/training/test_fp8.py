@@ -77,6 +77,19 @@ def test_every_layer_is_rounded_also_where_other_products_came_first() -> None:
     assert all(type(module) is Linear8 for module in linears)
 
 
+def test_it_is_compiled_once_for_all_row_lengths() -> None:
+    from torch._dynamo.utils import counters
+
+    layer = nn.Linear(16, 32)
+    replace_products_fp8(nn.ModuleList([layer]))
+    torch._dynamo.reset()
+    counters.clear()
+    layer.compile(dynamic=True, backend="eager")
+    for num_tokens in (5, 9, 30):
+        layer(torch.randn(num_tokens, 16).requires_grad_()).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.gpu
 def test_on_hopper_the_hardware_multiplies_the_same_codes() -> None:
     torch.manual_seed(0)

@@ -263,7 +263,7 @@ def _product(  # type: ignore[no-untyped-def]
 
 def invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, in] @ weight.T [in, out] with one tile shape for every number of rows."""
-    x = x.contiguous()
+    x, weight = x.contiguous(), weight.contiguous()
     rows, num_in = x.shape
     num_out = weight.shape[0]
     out = torch.empty(rows, num_out, dtype=x.dtype, device=x.device)

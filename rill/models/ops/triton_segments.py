@@ -8,11 +8,11 @@ Work is a list of tiles made once per pack and used by every layer, dearest firs
 keeps all multiprocessors busy to the end, and no program starts only to find that its tile is empty.
 
     forward         a tile of queries   → out, log-sum-exp          QKᵀ, PV
+    backward/queries a tile of queries  → dQ, Σ out · dO            QKᵀ, dOVᵀ, dSK
     backward/keys   a tile of keys      → dK, dV in parts           QKᵀ, dOVᵀ, PᵀdO, dSᵀQ
-    backward/queries a tile of queries  → dQ                        QKᵀ, dOVᵀ, dSK
 
 dK and dV of one key/value head are summed over its query heads: within a program over HEADS_AT_ONCE of them, the
-rest as `parts` that are added afterwards.
+rest as `parts` that are added afterwards, by a compiler together with what it does to the sum.
 
 Q query token, M key token, H query head, G key/value head, E head width, C column of per-query sums.
 """
@@ -150,15 +150,37 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_sums(  # type: ignore[no-untyped-def]
-    out_ptr, grad_ptr, delta_ptr, tiles_ptr, sums_step, num_heads, WIDTH: tl.constexpr, M: tl.constexpr
+def _backward_queries(  # type: ignore[no-untyped-def]
+    q_ptr, k_rows, v_rows, out_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr, scale, window,
+    sums_step, num_heads, group,
+    WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """delta = Σ out · grad over the head's width."""
-    q_start, q_len, _, _, sums, number, head = _tile(tiles_ptr, num_heads)
-    rows = number * M + tl.arange(0, M)
-    out = _load_rows(out_ptr, q_start, rows, q_len, head, num_heads, WIDTH).to(tl.float32)
-    grad = _load_rows(grad_ptr, q_start, rows, q_len, head, num_heads, WIDTH).to(tl.float32)
-    tl.store(delta_ptr + head * sums_step + sums + rows, tl.sum(out * grad, 1))
+    """Also delta = Σ out · grad over the head's width."""
+    q_start, q_len, k_start, k_len, sums, number, head = _tile(tiles_ptr, num_heads)
+    rows, columns = number * M + tl.arange(0, M), tl.arange(0, N)
+    ahead, kv_at = k_len - q_len, head // group * WIDTH
+    q = _load_rows(q_ptr, q_start, rows, q_len, head, num_heads, WIDTH)
+    grad = _load_rows(grad_ptr, q_start, rows, q_len, head, num_heads, WIDTH)
+    out = _load_rows(out_ptr, q_start, rows, q_len, head, num_heads, WIDTH)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    tl.store(delta_ptr + head * sums_step + sums + rows, delta)
+    lse = tl.load(lse_ptr + head * sums_step + sums + rows)
+    dq = tl.zeros([M, WIDTH], tl.float32)
+    begin, whole = _key_range(number, ahead, window, M, N, HAS_WINDOW)
+    end = whole
+    for masked in tl.static_range(2):
+        for start in range(begin, end, N):
+            k = k_rows.load([k_start + start, kv_at])
+            v = v_rows.load([k_start + start, kv_at])
+            p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+            if masked:
+                p = tl.where(
+                    _sees(rows[:, None], start + columns[None, :], ahead, window, HAS_WINDOW), p, 0.0
+                )
+            ds = p * (tl.dot(grad, tl.trans(v)) - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq)
+        begin, end = whole, tl.minimum(k_len, number * M + ahead + M)
+    _store_rows(dq_ptr, dq * (scale * 0.6931471805599453), q_start, rows, q_len, head, num_heads, WIDTH)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -204,37 +226,6 @@ def _backward_keys(  # type: ignore[no-untyped-def]
     _store_rows(dv_ptr, dv, k_start, columns, k_len, kv_head, kv_heads, WIDTH)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _backward_queries(  # type: ignore[no-untyped-def]
-    q_ptr, k_rows, v_rows, grad_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr, scale, window,
-    sums_step, num_heads, group,
-    WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-):  # fmt: skip
-    q_start, q_len, k_start, k_len, sums, number, head = _tile(tiles_ptr, num_heads)
-    rows, columns = number * M + tl.arange(0, M), tl.arange(0, N)
-    ahead, kv_at = k_len - q_len, head // group * WIDTH
-    q = _load_rows(q_ptr, q_start, rows, q_len, head, num_heads, WIDTH)
-    grad = _load_rows(grad_ptr, q_start, rows, q_len, head, num_heads, WIDTH)
-    lse = tl.load(lse_ptr + head * sums_step + sums + rows)
-    delta = tl.load(delta_ptr + head * sums_step + sums + rows)
-    dq = tl.zeros([M, WIDTH], tl.float32)
-    begin, whole = _key_range(number, ahead, window, M, N, HAS_WINDOW)
-    end = whole
-    for masked in tl.static_range(2):
-        for start in range(begin, end, N):
-            k = k_rows.load([k_start + start, kv_at])
-            v = v_rows.load([k_start + start, kv_at])
-            p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
-            if masked:
-                p = tl.where(
-                    _sees(rows[:, None], start + columns[None, :], ahead, window, HAS_WINDOW), p, 0.0
-                )
-            ds = p * (tl.dot(grad, tl.trans(v)) - delta[:, None])
-            dq = tl.dot(ds.to(k.dtype), k, dq)
-        begin, end = whole, tl.minimum(k_len, number * M + ahead + M)
-    _store_rows(dq_ptr, dq * (scale * 0.6931471805599453), q_start, rows, q_len, head, num_heads, WIDTH)
-
-
 @torch.library.custom_op("rill::segment_attention", mutates_args=())
 def segment_attention(
     query_QHE: Tensor,
@@ -271,39 +262,31 @@ def segment_attention_backward(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV)."""
+    """(dQ, dK in parts, dV in parts): [parts, M, G, E], in float32 where there are several."""
     grad, q, k, v = (x.contiguous() for x in (grad_QHE, query_QHE, key_MGE, value_MGE))
     _, num_heads, width = q.shape
     num_keys, kv_heads, _ = k.shape
     group = num_heads // kv_heads
-    heads = max(h for h in range(1, HEADS_AT_ONCE + 1) if group % h == 0)
-    parts = group // heads
     dq, delta = torch.empty_like(q), torch.empty_like(lse_HC)
-    part_dtype = q.dtype if parts == 1 else torch.float32
-    dk, dv = (torch.empty(parts, num_keys, kv_heads, width, dtype=part_dtype, device=q.device) for _ in "kv")
-    _row_sums[(len(query_tiles) * num_heads,)](
-        out_QHE, grad, delta, query_tiles, delta.stride(0), num_heads, WIDTH=width, M=QUERY_TILE, num_warps=4
-    )
-    _backward_keys[(len(key_tiles) * kv_heads * parts,)](
-        _streamed(q), k, v, _streamed(grad), _sums_of(lse_HC), _sums_of(delta), dk, dv,
-        key_tiles, scale * _LOG2_E, window, num_keys, kv_heads, group,
-        WIDTH=width, M=STREAMED, N=KEY_TILE, HEADS=heads, HAS_WINDOW=window > 0, **_BACKWARD,
-    )  # fmt: skip
+    dk, dv = _empty_parts(q, k), _empty_parts(q, v)
+    parts = len(dk)
     _backward_queries[(len(query_tiles) * num_heads,)](
-        q, _streamed(k), _streamed(v), grad, lse_HC, delta, dq, query_tiles,
+        q, _streamed(k), _streamed(v), out_QHE, grad, lse_HC, delta, dq, query_tiles,
         scale * _LOG2_E, window, delta.stride(0), num_heads, group,
         WIDTH=width, M=QUERY_TILE, N=STREAMED, HAS_WINDOW=window > 0, **_BACKWARD,
     )  # fmt: skip
-    return dq, _joined(dk, q.dtype), _joined(dv, q.dtype)
+    _backward_keys[(len(key_tiles) * kv_heads * parts,)](
+        _streamed(q), k, v, _streamed(grad), _sums_of(lse_HC), _sums_of(delta), dk, dv,
+        key_tiles, scale * _LOG2_E, window, num_keys, kv_heads, group,
+        WIDTH=width, M=STREAMED, N=KEY_TILE, HEADS=group // parts, HAS_WINDOW=window > 0, **_BACKWARD,
+    )  # fmt: skip
+    return dq, dk, dv
 
 
-def _joined(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Their sum, rounded once; two, the usual number, by one kernel."""
-    if len(parts) == 1:
-        return parts[0]
-    if len(parts) == 2:
-        return torch.add(parts[0], parts[1], out=parts.new_empty(parts.shape[1:], dtype=dtype))
-    return parts.sum(0).to(dtype)
+def _empty_parts(query_QHE: Tensor, key_MGE: Tensor) -> Tensor:
+    group = query_QHE.shape[1] // key_MGE.shape[1]
+    parts = group // max(h for h in range(1, HEADS_AT_ONCE + 1) if group % h == 0)
+    return key_MGE.new_empty(parts, *key_MGE.shape, dtype=key_MGE.dtype if parts == 1 else torch.float32)
 
 
 def _streamed(x_THE: Tensor) -> TensorDescriptor:
@@ -328,7 +311,8 @@ def _(
 def _(
     grad_QHE: Tensor, query_QHE: Tensor, key_MGE: Tensor, value_MGE: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(x.new_empty(x.shape) for x in (query_QHE, key_MGE, value_MGE))  # type: ignore[return-value]
+    parts = (_empty_parts(query_QHE, x) for x in (key_MGE, value_MGE))
+    return query_QHE.new_empty(query_QHE.shape), *parts  # type: ignore[return-value]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -338,10 +322,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradient(ctx: Any, grad_QHE: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, query_tiles, key_tiles, out, lse = ctx.saved_tensors
-    grads = segment_attention_backward(
+    dq, *parts = segment_attention_backward(
         grad_QHE, q, k, v, out, lse, query_tiles, key_tiles, ctx.scale, ctx.window
     )
-    return (*grads, None, None, None, None)
+    dk, dv = (part[0] if len(part) == 1 else part.sum(0).to(q.dtype) for part in parts)
+    return dq, dk, dv, None, None, None, None
 
 
 segment_attention.register_autograd(_gradient, setup_context=_save)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rill.errors import UnsupportedError
-from rill.models.eager import ScoreRule
+from rill.models.eager import ScoreRule, decoder_blocks, decoder_of
 from rill.models.ops.torch_kernels import attend
 from rill.models.train.packed_layout import PackedLayout, PaddedGroup
 
@@ -99,13 +99,19 @@ def _flash_attention(
     return out_QHE[None]
 
 
-def compile_layer(layer: nn.Module) -> None:
-    """torch.compile a decoder layer, once for all row lengths, without the padded attention inside it: its shapes
-    differ with every pack, and each one would be compiled anew."""
+def compile_decoder(model: Any) -> None:
+    """torch.compile a decoder's layers, once for all of them and all row lengths, without the padded attention inside:
+    its shapes differ with every pack, and each one would be compiled anew. And the norm behind the layers, which moves
+    some sixty times its row when it is computed operation by operation."""
     global _attend
     # Here and not as a decorator: it imports the compiler, seconds that a process without compiled layers can spare.
     _attend = torch.compiler.disable(_padded_attention)  # type: ignore[no-untyped-call]
-    layer.compile(dynamic=True)
+    for layer in decoder_blocks(model):
+        layer.compile(dynamic=True)
+    norm = getattr(decoder_of(model), "norm", None)
+    if norm is not None:
+        # By its forward: calls of all modules together have one, small, number of compiled variants.
+        norm.forward = torch.compile(norm.forward, dynamic=True)
 
 
 def _padded_attention(

@@ -82,7 +82,8 @@ def product_fp8(
 
 @product_fp8.register_fake
 def _(x_TK: Tensor, weight_OK: Tensor, *codes: Tensor) -> Tensor:
-    return x_TK.new_empty(len(x_TK), len(weight_OK))
+    # Not len(): it would be a number, and each row length compiled anew.
+    return x_TK.new_empty(x_TK.shape[0], weight_OK.shape[0])
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

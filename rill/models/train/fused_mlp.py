@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -63,16 +64,60 @@ def fuse_mlps(layers: nn.Module) -> int:
     return count
 
 
+class FusedMLP:
+    """Of which every replaced module is one."""
+
+    gate_up: tuple[nn.Parameter, ...] = ()
+    """[W, D] by turns, where keep_by_turns() made it. In a tuple, so that no module counts it as one more parameter."""
+
+
 @functools.cache
 def _fused(kind: Any) -> Any:
     """One class for all layers: functions of each module's own would be compiled one by one."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        gate_up_WD = torch.ops.rill.by_turns(self.gate_proj.weight, self.up_proj.weight)
+        if self.gate_up:
+            (gate_up_WD,) = self.gate_up
+        else:
+            gate_up_WD = torch.ops.rill.by_turns(self.gate_proj.weight, self.up_proj.weight)
         out_TD: Tensor = torch.ops.rill.gated_mlp(x.flatten(0, -2), gate_up_WD, self.down_proj.weight)[0]
         return out_TD.view(x.shape)
 
-    return type(f"Fused{kind.__name__}", (kind,), {"forward": forward})
+    return type(f"Fused{kind.__name__}", (FusedMLP, kind), {"forward": forward})
+
+
+def keep_by_turns(layers: nn.Module) -> None:
+    """Let the trained gate and up weights of fused MLPs lie by turns for good. They become views of one parameter, with
+    every second row each, and their gradients are views of its gradient. Else the weights are copied in each forward
+    pass and the gradients in each backward pass.
+
+    Only for a caller who reads and writes such weights and gradients by their strides.
+    """
+    for module in layers.modules():
+        if isinstance(module, FusedMLP) and not module.gate_up:
+            parts: list[Any] = [getattr(module, name) for name in ("gate_proj", "up_proj")]
+            pair: list[nn.Parameter] = [part.weight for part in parts]
+            # A row of an odd width would not begin where memory can be read fastest.
+            if all(weight.requires_grad and weight.shape[1] % 16 == 0 for weight in pair):
+                joined = nn.Parameter(by_turns(*(weight.detach() for weight in pair)))
+                for weight, rows_FD in zip(pair, _rows(joined.detach()), strict=True):
+                    weight.data = rows_FD
+                give = functools.partial(_give_gradient, pair)
+                joined.register_post_accumulate_grad_hook(give)  # type: ignore[no-untyped-call]
+                module.gate_up = (joined,)
+
+
+def _give_gradient(pair: Sequence[nn.Parameter], joined: Tensor) -> None:
+    assert joined.grad is not None
+    for weight, rows_FD in zip(pair, _rows(joined.grad), strict=True):
+        weight.grad = rows_FD if weight.grad is None else weight.grad + rows_FD
+    joined.grad = None
+
+
+def _rows(both_WD: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate's and up's, as views."""
+    both_F2D = both_WD.view(-1, 2, both_WD.shape[1])
+    return both_F2D[:, 0], both_F2D[:, 1]
 
 
 @torch.library.custom_op("rill::by_turns", mutates_args=())
@@ -87,8 +132,8 @@ def _(gate_FD: Tensor, up_FD: Tensor) -> Tensor:
 
 
 def _apart(ctx: Any, grad_WD: Tensor) -> tuple[Tensor, Tensor]:
-    both_F2D = grad_WD.reshape(-1, 2, grad_WD.shape[1])
-    return both_F2D[:, 0].contiguous(), both_F2D[:, 1].contiguous()
+    gate_FD, up_FD = _rows(grad_WD.contiguous())
+    return gate_FD.contiguous(), up_FD.contiguous()
 
 
 by_turns.register_autograd(_apart)
@@ -139,7 +184,8 @@ def gated_mlp_backward(
 
 @gated_mlp.register_fake
 def _(x_TD: Tensor, gate_up_WD: Tensor, down_DF: Tensor) -> tuple[Tensor, Tensor]:
-    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(len(x_TD), len(gate_up_WD))
+    # Not len(): it would be a number, and each row length compiled anew.
+    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape[0], gate_up_WD.shape[0])
 
 
 @gated_mlp_backward.register_fake
