@@ -108,9 +108,9 @@ def _measure(
     own: list[float] = []
     queued: list[float] = []
     rounds: dict[str, list[_Load]] = {way: [] for way in WAYS}
-    for way in WAYS:  # the first ones warm up
-        _load(clients, args, served, way, prompts[: args.in_flight])
-    alone.ask((prompts[: args.in_flight], args.tokens, args.in_flight))
+    for way in WAYS:  # the first ones warm up: a whole load each, for a wave's end has batches of every size
+        _load(clients, args, served, way, prompts)
+    alone.ask((prompts, args.tokens, args.in_flight))
     for number in range(args.repeats):
         queued.append(alone.ask((prompts, args.tokens, args.requests)))
         own.append(alone.ask((prompts, args.tokens, args.in_flight)))
