@@ -85,6 +85,21 @@ async def test_tokens_of_a_stream_that_are_pending_together_arrive_together() ->
 
 
 @pytest.mark.asyncio
+async def test_the_end_of_one_sample_does_not_overtake_tokens_of_another_of_the_same_stream() -> None:
+    log: list[str] = []
+    hub = Hub(asyncio.get_running_loop(), 0.0)
+    for name in [*(f"other{number}" for number in range(8)), "a"]:
+        hub.streams[name] = Recorder(name, log)
+        hub.push(delta(name))
+    await asyncio.sleep(0)  # the others are told first, a few in each turn
+    hub.push(delta("a"))
+    hub.push_end(hub.streams["a"], Future[Completion]())
+    for _ in range(12):
+        await asyncio.sleep(0)
+    assert "".join(entry[2:] for entry in log if entry.startswith("a ")) == "tokens+tokens+end"
+
+
+@pytest.mark.asyncio
 async def test_many_streams_share_the_loop_by_waiting_longer() -> None:
     hub = Hub(asyncio.get_running_loop(), 0.04)
     assert hub.interval_s == 0.04

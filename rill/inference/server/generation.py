@@ -21,7 +21,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -76,8 +75,9 @@ class Hub:
         self._timer: asyncio.TimerHandle | None = None
         self.streams: dict[str, Samples] = {}
         """Who hears of a request's tokens, by the request's id."""
-        self._ends: deque[tuple[Samples, list[News]]] = deque()
-        self._tokens: deque[tuple[Samples, list[News]]] = deque()
+        self._ends: dict[Samples, list[News]] = {}
+        """What is still to be told, first come first served: where a request has ended, and elsewhere."""
+        self._tokens: dict[Samples, list[News]] = {}
         self._is_turning = False
 
     @property
@@ -121,12 +121,13 @@ class Hub:
             pending, self._pending = self._pending, []
             self._is_scheduled = self._is_urgent = False
         self._flushed_at = self._loop.time()
-        news: dict[int, tuple[Samples, list[News]]] = {}
         for samples, item in pending:
-            news.setdefault(id(samples), (samples, []))[1].append(item)
-        for samples, items in news.values():
-            has_end = not all(isinstance(item, Delta) for item in items)
-            (self._ends if has_end else self._tokens).append((samples, items))
+            if samples in self._ends:
+                self._ends[samples].append(item)
+                continue
+            self._tokens.setdefault(samples, []).append(item)
+            if not isinstance(item, Delta):  # what waits for the same stream goes before it
+                self._ends[samples] = self._tokens.pop(samples)
         if not self._is_turning:
             self._take_turn()
 
@@ -134,8 +135,8 @@ class Hub:
         for _ in range(_NUM_PER_TURN):
             if not (waiting := self._ends or self._tokens):
                 break
-            samples, items = waiting.popleft()
-            samples.deliver(items)
+            samples = next(iter(waiting))
+            samples.deliver(waiting.pop(samples))
         self._is_turning = bool(self._ends or self._tokens)
         if self._is_turning:
             self._loop.call_soon(self._take_turn)
