@@ -54,6 +54,10 @@ def check_request(request: Request, engine: Engine, adapters: Collection[str] | 
         raise RequestError(
             f"{who}: min_new_tokens is {params.min_new_tokens}, max_new_tokens only {params.max_new_tokens}"
         )
+    if not 0 <= request.num_top_logprobs <= (vocab_size or math.inf):
+        raise RequestError(
+            f"{who}: num_top_logprobs cannot be {request.num_top_logprobs}: the vocabulary has {vocab_size} tokens"
+        )
     if "" in params.stop:
         raise RequestError(f"{who}: an empty stop string would match at once")
     for token in (*params.stop_token_ids, *params.logit_bias):

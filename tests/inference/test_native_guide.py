@@ -100,6 +100,16 @@ def test_the_likeliest_tokens_are_those_of_the_reported_distribution(engine: Nat
     np.testing.assert_allclose(done.top.logprobs, values.numpy(), atol=1e-4)
 
 
+@pytest.mark.parametrize("num_top", [-1, 105])
+def test_more_likeliest_tokens_than_there_are_is_refused_and_harms_nobody(
+    engine: NativeEngine, num_top: int
+) -> None:
+    with pytest.raises(RequestError, match="num_top_logprobs"):
+        engine.submit([request("many", num_top=num_top)])
+    (all_of_them,) = engine.generate([request("all", num_top=104, max_new_tokens=2)])
+    assert all_of_them.top is not None and all_of_them.top.token_ids.shape == (2, 104)
+
+
 def test_penalties_kept_as_they_grow_are_those_counted_from_the_beginning() -> None:
     rng = np.random.default_rng(0)
     params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)

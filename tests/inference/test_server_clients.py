@@ -110,6 +110,12 @@ def test_the_token_route_tells_the_likeliest_by_their_ids(url: str, engine: Nati
         assert [t["token"] for t in entry["top_logprobs"]] == [f"token_id:{i}" for i in ids]
 
 
+def test_more_likeliest_tokens_than_there_are_is_refused_by_the_fields_name(url: str) -> None:
+    body = {"token_ids": [40, 41, 42], "sampling_params": {"logprobs": 200}}
+    answer = http.post(f"{url}/inference/v1/generate", json=body, headers={"Authorization": "Bearer secret"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "sampling_params.logprobs"
+
+
 def test_answers_keep_to_a_schema_a_regex_a_grammar_or_a_choice(client: Any) -> None:
     pytest.importorskip("llguidance")
     settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 100, "temperature": 1.0}

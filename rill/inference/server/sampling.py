@@ -89,6 +89,10 @@ def build_requests(
     if num_top:
         what = "this engine reports the sampled token's log-probability only; use 0"
         state.require(Feature.TOP_LOGPROBS, top_param, f"{top_param} is {num_top}: {what}")
+        if num_top > (most_top := state.engine.vocab_size or num_top):
+            raise bad_request(
+                f"{top_param} is {num_top}, and the vocabulary has {most_top} tokens", top_param
+            )
     adapter = state.adapter_of(body.model)
     guide = guide or _guide_of(body, state)
     num_samples, most = body.n or 1, state.config.max_samples
