@@ -71,7 +71,8 @@ class GuideKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guide:
-    """What the completion must be an instance of. Log-probabilities are still those before it, as with top-k."""
+    """What the completion must be an instance of. Log-probabilities are still those before it, as with top-k. One that
+    is whole ends the completion, whatever min_new_tokens says."""
 
     kind: GuideKind
     text: str

@@ -75,6 +75,21 @@ def test_a_guided_answer_that_is_continued_goes_on_in_its_grammar(engine: Native
     assert engine.generate([rest])[0].token_ids.tolist() == whole.token_ids[3:].tolist()
 
 
+def test_a_grammar_that_is_whole_ends_an_answer_that_should_have_been_longer(engine: NativeEngine) -> None:
+    pytest.importorskip("llguidance")
+    assert engine.tokenizer is not None
+    for seed in range(4):
+        whole, longer = engine.generate(
+            [
+                request(f"whole{seed}", regex("[xy]{2}z"), seed=seed, min_new_tokens=20),
+                request(f"longer{seed}", regex("[xy]{2,9}"), seed=seed, min_new_tokens=6),
+            ]
+        )
+        assert whole.token_ids[-1] == 2 and np.isfinite(whole.logprobs).all()
+        assert engine.tokenizer.decode(whole.token_ids, skip_special_tokens=True).strip("xy") == "z"
+        assert len(whole.token_ids) == 4 and 7 <= len(longer.token_ids) <= 10
+
+
 def test_a_grammar_that_is_wrong_is_refused_before_anything_is_queued(engine: NativeEngine) -> None:
     pytest.importorskip("llguidance")
     for kind, text in [

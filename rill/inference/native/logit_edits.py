@@ -80,7 +80,8 @@ class SequenceEdits:
         self._seen = _Counts(tokens) if params.repetition_penalty != 1 else None
         self._said = _Counts(tokens[len(tokens) - num_generated :]) if self._has_lowered else None
         self._bias = _as_arrays(dict(params.logit_bias))
-        self._early_bias = _as_arrays(dict(params.logit_bias) | dict.fromkeys(end_ids, float("-inf")))
+        self._end_ids = frozenset(end_ids)
+        self._early_bias = _as_arrays(dict(params.logit_bias) | dict.fromkeys(self._end_ids, float("-inf")))
 
     @staticmethod
     def are_needed(params: SamplingParams, guide: GuideMatcher | None) -> bool:
@@ -116,11 +117,18 @@ class SequenceEdits:
             tokens, counts = self._said.arrays()
             amounts = params.presence_penalty + np.float32(params.frequency_penalty) * counts
             edits.lowered.append((row, tokens, amounts.astype(np.float32)))
-        tokens, values = self._early_bias if num_new < params.min_new_tokens else self._bias
+        is_early = num_new < params.min_new_tokens
+        if self.guide is not None:
+            bits = self.guide.allowed()
+            edits.masks.append((row, bits))
+            is_early = is_early and self._can_go_on(bits)
+        tokens, values = self._early_bias if is_early else self._bias
         if len(tokens):
             edits.biased.append((row, tokens, values))
-        if self.guide is not None:
-            edits.masks.append((row, self.guide.allowed()))
+
+    def _can_go_on(self, bits: npt.NDArray[np.uint8]) -> bool:
+        """Whether a grammar allows anything but an end."""
+        return not self._end_ids.issuperset(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
 
 
 def apply_edits(logits_SV: torch.Tensor, edits: LogitEdits) -> None:
