@@ -290,6 +290,16 @@ def test_abort_completes_futures_with_the_tokens_so_far(engine: NativeEngine) ->
     assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
 
 
+def test_an_id_that_is_named_twice_is_aborted_once_and_so_are_those_behind_it(engine: NativeEngine) -> None:
+    (prompt,) = prompts((8,))
+    engine.pause(PauseMode.INTERRUPT)
+    futures = engine.submit([request(i, prompt) for i in range(3)])
+    engine.abort(["0", "0", "nobody", "1"])
+    engine.resume()
+    reasons = [future.result(60).stop_reason for future in futures]
+    assert reasons == [StopReason.ABORTED, StopReason.ABORTED, StopReason.LENGTH]
+
+
 def test_a_timeout_names_the_engines_state_and_aborts(engine: NativeEngine) -> None:
     engine.pause(PauseMode.INTERRUPT)
     with pytest.raises(StuckError, match="1 waiting, paused"):

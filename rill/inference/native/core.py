@@ -110,8 +110,8 @@ class EngineCore:
     def abort(self, ids: list[str] | None) -> None:
         """End these, or all; ids that are not under way are ignored."""
         self.drain()
-        wanted = list(self.live) if ids is None else [i for i in ids if i in self.live]
-        for seq in [self.live[i] for i in wanted]:
+        wanted = self.live if ids is None else self.live.keys() & ids
+        for seq in [seq for i, seq in self.live.items() if i in wanted]:
             self._end(seq)
             self.outlet.abort(seq, "scoring was aborted")
 
