@@ -36,7 +36,7 @@ from rill.inference.base import (
 )
 from rill.inference.commands import CONTROL_TIMEOUT_S, MOVE_TIMEOUT_S
 from rill.inference.continued import Flight
-from rill.inference.requests import Generates, check_ids, check_request
+from rill.inference.requests import Generates, check_ids, check_request, further
 from rill.inference.tally import Tally
 from rill.types import Floats, PolicyVersion, TokenIds
 
@@ -62,7 +62,8 @@ class FlightEngine(Generates):
         """Set by a subclass that knows it: bad ids are then refused in submit()."""
         self._unavailable: str | None = None
         """Why no request can be taken."""
-        self._is_closed = self._is_paused = self._is_released = self._is_held = False
+        self._is_closed = self._is_paused = self._is_held = False
+        self._released: MemoryLevel | None = None
         self._lock = threading.Lock()
         self._flights: dict[str, Flight] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -101,7 +102,8 @@ class FlightEngine(Generates):
     async def _flush(self) -> None:
         """Drop the prefix cache, where it can be told to."""
 
-    async def _release(self, level: MemoryLevel) -> None: ...
+    async def _release(self, level: MemoryLevel, *, is_first: bool) -> None:
+        """`is_first`: nothing is released yet; else a level before this one is."""
 
     async def _restore(self) -> None: ...
 
@@ -176,8 +178,11 @@ class FlightEngine(Generates):
             )
 
         async def release() -> None:
-            self._is_held = self._is_released = True
-            await self._release(level)
+            self._is_held = True
+            before, after = self._released, further(level, self._released)
+            if after is not before:
+                await self._release(level, is_first=before is None)
+                self._released = after
 
         self._call(release(), "release", MOVE_TIMEOUT_S)
 
@@ -186,7 +191,7 @@ class FlightEngine(Generates):
 
         async def restore() -> None:
             await self._restore()
-            self._is_released = False
+            self._released = None
             self._go_on()
 
         self._call(restore(), "restore", MOVE_TIMEOUT_S)
@@ -284,7 +289,7 @@ class FlightEngine(Generates):
 
     def _go_on(self) -> None:
         """Start everything that waits, unless paused, released or without usable weights."""
-        if self._is_paused or self._is_released or self._unavailable is not None:
+        if self._is_paused or self._released is not None or self._unavailable is not None:
             return
         self._is_held = False
         self._start(list(self._flights.values()))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rill.errors import RequestError, StuckError, TooLongError
-from rill.inference.base import Completion, Engine, Feature, Request
+from rill.inference.base import Completion, Engine, Feature, MemoryLevel, Request
 from rill.types import SamplingParams, StopReason
 
 T = TypeVar("T")
@@ -112,6 +112,11 @@ def check_ids(ids: Sequence[str], under_way: Container[str]) -> None:
     """Raises RequestError where two are the same or one is in use: results are found by their ids."""
     if len(set(ids)) != len(ids) or any(request_id in under_way for request_id in ids):
         raise RequestError("two requests under way have the same id: give each its own")
+
+
+def further(level: MemoryLevel, before: MemoryLevel | None) -> MemoryLevel:
+    """What is released once `level` was asked for after `before`: a level includes those before it."""
+    return max(level, before or level, key=list(MemoryLevel).index)
 
 
 def sampling_words(params: SamplingParams) -> dict[str, Any]:

@@ -74,7 +74,8 @@ class SglangEngine(RemoteEngine):
         self._admin = bearer(next(filter(None, map(os.environ.get, variables)), ""))
         self._expected = expected_shapes(config.model)
         self.vocab_size = int(load_model_config(config.model).vocab_size)
-        self._released: list[str] = []
+        self._tags: list[str] = []
+        """Of what is released."""
         self.max_context = config.max_context or self._call(self._ask_context(), "server_info", 60.0)
 
     @property
@@ -159,15 +160,17 @@ class SglangEngine(RemoteEngine):
                     raise
             await asyncio.sleep(_FLUSH_RETRY_S)
 
-    async def _release(self, level: MemoryLevel) -> None:
-        await self._flush()  # it asserts that nothing runs
-        await self._control("/release_memory_occupation", {"tags": _TAGS[level]})
-        self._released = _TAGS[level]
+    async def _release(self, level: MemoryLevel, *, is_first: bool) -> None:
+        if is_first:
+            await self._flush()  # it asserts that nothing runs
+        tags = [tag for tag in _TAGS[level] if tag not in self._tags]
+        await self._control("/release_memory_occupation", {"tags": tags})
+        self._tags += tags
 
     async def _restore(self) -> None:
-        if self._released:
-            await self._control("/resume_memory_occupation", {"tags": self._released})
-            self._released = []
+        if self._tags:
+            await self._control("/resume_memory_occupation", {"tags": self._tags})
+            self._tags = []
 
     async def _control(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return await self._http.post(path, body, headers=self._admin)

@@ -201,13 +201,14 @@ class VllmEngine(FlightEngine):
         self._forget_prefixes()
         self._go_on()
 
-    async def _release(self, level: MemoryLevel) -> None:
+    async def _release(self, level: MemoryLevel, *, is_first: bool) -> None:
         """vLLM gives back weights and cache together, whatever the level; the weights wait in host memory."""
-        await self._emptied()
-        self._engine.sleep(level=1)
+        if is_first:
+            await self._emptied()
+            self._engine.sleep(level=1)
 
     async def _restore(self) -> None:
-        if self._is_released:
+        if self._released is not None:
             self._engine.wake_up()
 
     async def _emptied(self) -> None:

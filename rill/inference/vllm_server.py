@@ -93,8 +93,10 @@ class VllmServerEngine(RemoteEngine):
     async def _flush(self) -> None:
         await self._http.post("/reset_prefix_cache")
 
-    async def _release(self, level: MemoryLevel) -> None:
-        await self._http.post("/sleep?level=1")
+    async def _release(self, level: MemoryLevel, *, is_first: bool) -> None:
+        """Weights and cache together, whatever the level."""
+        if is_first:
+            await self._http.post("/sleep?level=1")
 
     async def _restore(self) -> None:
         await self._http.post("/wake_up")

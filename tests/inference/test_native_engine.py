@@ -234,6 +234,23 @@ def test_released_memory_comes_back_and_requests_continue(engine: NativeEngine, 
     assert future.result(timeout=60).token_ids.tolist() == greedy_tokens(reference(), prompt, 60)
 
 
+@pytest.mark.parametrize("first", list(MemoryLevel))
+@pytest.mark.parametrize("second", list(MemoryLevel))
+def test_memory_that_is_released_twice_is_given_back_once_and_comes_back_whole(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, first: MemoryLevel, second: MemoryLevel
+) -> None:
+    moves: list[str] = []
+    monkeypatch.setattr(engine._runner, "offload_weights", lambda: moves.append("out"))
+    monkeypatch.setattr(engine._runner, "reload_weights", lambda: moves.append("in"))
+    for level in (first, second, first):
+        engine.release(level)
+    assert engine._core.released is max(first, second, key=list(MemoryLevel).index)
+    engine.restore()
+    assert moves == ([] if first is second is MemoryLevel.KV else ["out", "in"])
+    (prompt,) = prompts((20,))
+    assert len(engine.generate([request(0, prompt)])[0].token_ids) == 12
+
+
 def test_scoring_works_while_generation_is_paused(engine: NativeEngine) -> None:
     (prompt,) = prompts((20,))
     (future,) = engine.submit([request(0, prompt, max_new_tokens=100)])

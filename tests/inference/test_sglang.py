@@ -256,6 +256,17 @@ def test_pause_abort_and_memory(pair: Pair) -> None:
         time.sleep(0.02)
 
 
+def test_memory_that_is_released_twice_is_given_back_once_and_comes_back_whole(pair: Pair) -> None:
+    engine, server = pair
+    for level in (MemoryLevel.WEIGHTS, MemoryLevel.KV, MemoryLevel.WEIGHTS, MemoryLevel.GRAPHS):
+        engine.release(level)
+    engine.restore()
+    moves = [(name.partition("_")[0], body["tags"]) for name, body in server.calls if "memory" in name]
+    whole = ["kv_cache", "weights", "cuda_graph"]
+    assert moves == [("release", whole[:2]), ("release", whole[2:]), ("resume", whole)]
+    assert len(engine.generate([ask("after")], 20.0)[0].token_ids) == 10
+
+
 def test_refusals_and_features(pair: Pair) -> None:
     engine, _ = pair
     engine.vocab_size = None  # so that the server is the one to refuse

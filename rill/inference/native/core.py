@@ -30,7 +30,7 @@ from rill.inference.native.model_runner import ModelRunner, PendingTurn, TurnRes
 from rill.inference.native.scheduler import Chunk, NeedsResults, Scheduler, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.native.speculation import Speculator
-from rill.inference.requests import check_ids
+from rill.inference.requests import check_ids, further
 from rill.inference.tally import Tally
 from rill.models.decode.low_rank import AdapterTensors
 from rill.models.routing import UNKNOWN
@@ -90,6 +90,15 @@ class EngineCore:
     def can_step(self) -> bool:
         has_work = self.scheduler.has_work or self._pending is not None
         return self.unavailable is None and self.released is None and has_work
+
+    @property
+    def _generates(self) -> bool:
+        """Texts that are scored wait for nobody and are waited for by nobody."""
+        return any(not seq.is_scored for seq in self.scheduler.running)
+
+    @property
+    def _are_weights_out(self) -> bool:
+        return self.released not in (None, MemoryLevel.KV)
 
     def describe(self) -> str:
         """Any thread: the engine's state in words, for error messages."""
@@ -214,16 +223,16 @@ class EngineCore:
         self._preempt(scheduler.running)
         scheduler.blocks.flush()
         self.runner.free_cache()
-        if level in (MemoryLevel.WEIGHTS, MemoryLevel.GRAPHS):
+        if level is not MemoryLevel.KV and not self._are_weights_out:
             self.runner.offload_weights()
         if level is MemoryLevel.GRAPHS:
             self.runner.free_graphs()
-        self.released = level
+        self.released = further(level, self.released)
 
     def restore(self) -> None:
         if self.released is None:
             return
-        if self.released is not MemoryLevel.KV:
+        if self._are_weights_out:
             self.runner.reload_weights()
         self.runner.allocate_cache(self.scheduler.blocks.num_blocks)
         self.builder.forget()
@@ -241,12 +250,11 @@ class EngineCore:
         self._preempt(self.scheduler.running)
         self.scheduler.blocks.flush()
         fence()
-        are_out = self.released not in (None, MemoryLevel.KV)
         try:
-            if are_out:
+            if self._are_weights_out:
                 self.runner.reload_weights()
             self._targets.copy(tensors, partial=partial)
-            if are_out:
+            if self._are_weights_out:
                 self.runner.offload_weights()
             self.runner.finish_update()
         except BaseException:
