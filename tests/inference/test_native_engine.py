@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -215,6 +216,23 @@ def test_pause_finish_lets_requests_end_and_holds_new_ones(engine: NativeEngine)
     assert not held.done()
     engine.resume()
     assert held.result(timeout=60).stop_reason is StopReason.LENGTH
+
+
+def test_pause_finish_does_not_wait_for_texts_that_are_scored(engine: NativeEngine) -> None:
+    texts = prompts((100,)) * 3000
+    with ThreadPoolExecutor(1) as other:
+        scores = other.submit(engine.score, texts)
+        try:
+            while engine.stats().num_waiting == 0:
+                time.sleep(0.001)
+            engine.pause(PauseMode.FINISH, timeout_s=60)
+            assert not scores.done()
+            engine.release(MemoryLevel.KV)
+            engine.restore()
+            assert not scores.done()
+        finally:
+            engine.close()
+        assert isinstance(scores.exception(60), EngineError)
 
 
 @pytest.mark.parametrize("level", list(MemoryLevel))

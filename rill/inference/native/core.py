@@ -206,7 +206,7 @@ class EngineCore:
         if not self._drained:
             return
         scheduler = self.scheduler
-        has_started = scheduler.running or any(seq.num_preempted for seq in scheduler.waiting)
+        has_started = self._generates or any(seq.num_preempted for seq in scheduler.waiting)
         if scheduler.paused is not PauseMode.FINISH or not has_started:
             for future in self._drained:
                 future.set_result(None)
@@ -215,8 +215,8 @@ class EngineCore:
     def release(self, level: MemoryLevel) -> None:
         scheduler = self.scheduler
         self.drain()
-        runs = scheduler.running or (scheduler.num_waiting and not scheduler.paused)
-        if runs and scheduler.paused is not PauseMode.INTERRUPT:
+        runs = self._generates if scheduler.paused else scheduler.running or scheduler.num_waiting
+        if runs:  # paused by INTERRUPT, nothing does
             raise EngineError(
                 f"release({level}) while requests run ({self.describe()}): pause() first, or wait until idle"
             )
