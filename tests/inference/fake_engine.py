@@ -68,7 +68,8 @@ class FakeEngine:
         """Prompts that hold this token are refused: a mistake that only the engine can know."""
         die_file: str | None = None
         """When this file exists, the process removes it and ends at the next step: a crash on demand."""
-
+        busy_file: str | None = None
+        """While this file exists, nothing is scored."""
         fail_file: str | None = None
         """When this file exists, it is removed and the engine fails for good; its process lives on."""
 
@@ -130,6 +131,8 @@ class FakeEngine:
     def score(
         self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
     ) -> list[Floats]:
+        while self.config.busy_file is not None and os.path.exists(self.config.busy_file):
+            time.sleep(0.01)
         return [np.where(np.arange(len(s)) == 0, 0.0, LOGPROB).astype(np.float32) for s in sequences]
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:

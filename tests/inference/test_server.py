@@ -174,6 +174,7 @@ BAD = [
     ("/v1/chat/completions", chat(max_tokens=10**6), 400, "max_tokens"),
     ("/v1/chat/completions", chat(max_tokens=0), 400, "max_tokens"),
     ("/v1/chat/completions", chat(top_logprobs=5, logprobs=True), 400, "top_logprobs"),
+    ("/v1/completions", {"prompt": ["a"] * 200, "max_tokens": 0, "echo": True, "logprobs": 0}, 400, "prompt"),
     ("/v1/chat/completions", chat(logit_bias={"x": 1}), 400, "logit_bias"),
     ("/v1/chat/completions", chat(logit_bias={"99999": 1}), 400, None),
     ("/v1/chat/completions", chat(response_format={"type": "json_object"}), 400, "response_format"),
@@ -569,6 +570,30 @@ def test_a_drain_ends_what_runs_refuses_what_comes_and_stops() -> None:
     thread.join(10)
     assert codes == [200]
     _eventually(lambda: not server.is_running, 10)
+    engine.close()
+
+
+def test_texts_that_are_scored_keep_neither_a_health_check_nor_the_end_of_a_drain_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, is_free = FakeEngine(), threading.Event()
+    scores = engine.score
+    monkeypatch.setattr(engine, "score", lambda *args, **options: is_free.wait(60) and scores(*args))
+    app = create_app(engine, engine.tokenizer, ServerConfig())  # type: ignore[arg-type]
+    server = BackgroundServer(app, ServerConfig(port=0, drain_timeout_s=0.1))
+    monkeypatch.setattr(server._server.config, "timeout_graceful_shutdown", 0.1)
+    body = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0}
+    count = 40  # more than the default executor has threads
+    with ThreadPoolExecutor(count) as clients:
+        for _ in range(count):
+            clients.submit(http.post, f"{server.url}/v1/completions", json=body)
+        try:
+            _eventually(lambda: app.state.admission.num_in_flight == count, 30)
+            assert http.get(f"{server.url}/health", timeout=30).status_code == 200
+            server.drain()
+            _eventually(lambda: not server.is_running, 30)
+        finally:
+            is_free.set()
     engine.close()
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,21 @@ def test_a_request_that_is_not_streamed_continues_from_recorded_tokens(router: R
     assert flight.next_request().num_generated > 5, "it started again from nothing"
     assert len(future.result(60).token_ids) == 150
     wait_for(lambda: ready(router) == 2)
+
+
+def test_texts_that_are_scored_keep_no_other_call_waiting(tmp_path: Path) -> None:
+    busy = tmp_path / "busy"
+    busy.touch()
+    router = Router(FakeEngine.Config(busy_file=str(busy)), RouterConfig(num_replicas=2))
+    texts = [np.arange(40, 50, dtype=np.int32)] * 2
+    with closing(router), ThreadPoolExecutor(9) as callers:
+        try:
+            scores = [callers.submit(router.score, texts) for _ in range(8)]
+            assert callers.submit(router.stats).result(60).extra["replicas"] == 2
+            assert not any(score.done() for score in scores)
+        finally:
+            busy.unlink()
+        assert [[len(values) for values in score.result(60)] for score in scores] == [[10, 10]] * 8
 
 
 def test_a_replica_that_joins_late_gets_the_weights_and_the_pause(router: Router, tmp_path: Path) -> None:

@@ -133,7 +133,6 @@ class Router(Generates):
         self.is_closed = False
         self._spill = ScratchFolder("replicas")
         self._cluster = Cluster()
-        self._pool = ThreadPoolExecutor(config.num_replicas + 2, thread_name_prefix="router")
         self._caretaker = threading.Thread(target=self._take_care, name="router-caretaker", daemon=True)
         self._caretaker.start()
         self._wait_for_all()
@@ -263,7 +262,6 @@ class Router(Generates):
             replica.close()
         self._caretaker.join(10.0)
         self._cluster.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
         self._spill.close()
         with self.lock:
             flights = list(self._flights.values())
@@ -541,7 +539,9 @@ class Router(Generates):
 
     def each(self, act: Callable[[ReplicaProcess], T], replicas: Sequence[ReplicaProcess]) -> list[T | None]:
         """At once; what each gave. One that died has given nothing; any other error is raised when all have ended."""
-        futures = [self._pool.submit(act, replica) for replica in replicas]
+        # Threads of their own: a health check does not wait for texts that are scored.
+        with ThreadPoolExecutor(max(1, len(replicas)), thread_name_prefix="router") as threads:
+            futures = [threads.submit(act, replica) for replica in replicas]
         errors = [future.exception() for future in futures]
         for error in errors:
             if error is not None and not isinstance(error, PeerDiedError):

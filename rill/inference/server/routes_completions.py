@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +25,9 @@ from rill.inference.server.schemas import CompletionBody, EmbeddingsBody, Prompt
 from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextCodec, TextStream
 from rill.types import Floats
+
+_READERS = ThreadPoolExecutor(16, thread_name_prefix="server-reader")
+"""They wait for texts that are read. Threads of their own: neither health checks nor the server's end wait for them."""
 
 routes = Routes()
 
@@ -47,11 +52,10 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> dict[str, Any]:
     prompts = await _encode_all(
         state.codec, body.input, param="input", add_special_tokens=body.add_special_tokens
     )
-    if len(prompts) > state.config.max_samples:
-        raise bad_request(f"{len(prompts)} texts are more than {state.config.max_samples}", "input")
+    _check_count(state, prompts, "input")
     sequences = [np.asarray(ids, dtype=np.int32) for ids in prompts]
     with state.admission.admit():
-        found = await asyncio.to_thread(engine.embed, sequences, state.config.request_timeout_s or 3600.0)
+        found = await _read(state, engine.embed, sequences)
     count = sum(map(len, prompts))
     data = [
         {"object": "embedding", "index": index, "embedding": _written(values, body.encoding_format)}
@@ -78,6 +82,11 @@ async def _encode_all(
     return encoded
 
 
+def _check_count(state: ServerState, prompts: Sequence[Any], param: str) -> None:
+    if len(prompts) > state.config.max_samples:
+        raise bad_request(f"{len(prompts)} texts are more than {state.config.max_samples}", param)
+
+
 class _Answer(OpenAIAnswer):
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
@@ -96,6 +105,7 @@ class _Answer(OpenAIAnswer):
             self.state.require(Feature.SCORE, "logprobs", what)
         if body.max_tokens == 0:  # with echo: the prompt is scored, nothing is generated
             self.state.adapter_of(body.model)
+            _check_count(self.state, self.prompts, "prompt")
             return []
         return build_requests(
             self.state,
@@ -160,10 +170,15 @@ def _as_piece(prompt: Sequence[int], scores: Floats) -> Piece:
 
 async def score(state: ServerState, prompts: Sequence[Sequence[int]], model: str | None) -> list[Any]:
     """The engine's score, by the model or the adapter of that name, off the event loop."""
-    adapter, timeout_s = state.adapter_of(model), state.config.request_timeout_s or 3600.0
+    adapter = state.adapter_of(model)
     options = {} if adapter is None else {"adapter": adapter}
     sequences = [np.asarray(prompt, dtype=np.int32) for prompt in prompts]
-    return await asyncio.to_thread(state.engine.score, sequences, 1.0, timeout_s, **options)
+    return await _read(state, state.engine.score, sequences, **options)
+
+
+async def _read(state: ServerState, work: Callable[..., list[Any]], *args: Any, **options: Any) -> list[Any]:
+    call = partial(work, *args, timeout_s=state.config.request_timeout_s or 3600.0, **options)
+    return await asyncio.get_running_loop().run_in_executor(_READERS, call)
 
 
 def _written(values: Floats, form: str) -> Any:
