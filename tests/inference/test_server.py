@@ -94,6 +94,28 @@ def test_a_stop_string_is_cut_from_the_text_and_never_streamed(client: httpx.Cli
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in events(response)) == "Hel"
 
 
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
+def test_the_token_that_ends_an_answer_is_no_text_unless_it_is_asked_for(
+    client: httpx.Client, engine: FakeEngine, is_streamed: bool
+) -> None:
+    def said(**wanted: Any) -> str:
+        body = {
+            "prompt": "ab",
+            "max_tokens": 20,
+            "skip_special_tokens": False,
+            "stream": is_streamed,
+        } | wanted
+        response = client.post("/v1/completions", json=body)
+        answers = events(response) if is_streamed else [response.json()]
+        return "".join(answer["choices"][0]["text"] for answer in answers)
+
+    (o,) = engine.tokenizer.encode("o", add_special_tokens=False)
+    assert said() == "Hello there" and said(stop_token_ids=[o]) == "Hell"
+    assert said(include_stop_str_in_output=True) == "Hello there<eos>"
+    assert said(stop_token_ids=[o], include_stop_str_in_output=True) == "Hello"
+    assert said(max_tokens=5) == "Hello"
+
+
 def test_completions_take_text_lists_and_token_ids(client: httpx.Client) -> None:
     for prompt, num in (("ab", 1), (["ab", "cd"], 2), ([40, 41], 1), ([[40], [41, 42]], 2)):
         answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 5}).json()

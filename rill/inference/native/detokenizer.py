@@ -44,12 +44,16 @@ def plain_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
 class IncrementalDetokenizer:
     """`push(tokens)` returns the text that they complete, possibly empty."""
 
-    def __init__(self, decode: Decode, *, skip_special_tokens: bool = False) -> None:
+    def __init__(
+        self, decode: Decode, *, skip_special_tokens: bool = False, before: Sequence[int] = ()
+    ) -> None:
+        """`before`: the last tokens of a text that this one goes on."""
         self._decode, self._skip = decode, skip_special_tokens
-        self._ids: list[int] = []
-        """From one piece before the text that is not yet out: a tokenizer may join a token to the one before it."""
-        self._num_out = 0
-        self._before = ""
+        self._ids = list(before)
+        """From one piece before the text that is not yet out: a tokenizer may join a token to the one before it, or
+        drop the space of the first."""
+        self._num_out = len(self._ids)
+        self._before = decode(self._ids, skip_special_tokens) if self._ids else ""
         """The text of those that are out."""
 
     @property

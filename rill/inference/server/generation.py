@@ -299,8 +299,12 @@ class Samples:
         self.num_left -= len(done)
         self.completions += done
         self._ended.update(completion.request_id for completion in done)
-        # One that has ended has overtaken its last deltas.
-        new = [d for d in deltas if len(d.token_ids) and d.request_id not in self._ended]
+        # One that has ended has overtaken its last deltas; and the last of all is told with what ended it.
+        new = [
+            delta
+            for delta in deltas
+            if len(delta.token_ids) and delta.stop_reason is None and delta.request_id not in self._ended
+        ]
         packed = PackedDeltas.pack(new) if len(new) > 1 else None
         pieces = []
         for delta in new if packed is None else packed.unpack():

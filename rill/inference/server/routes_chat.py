@@ -46,12 +46,14 @@ class Said(NamedTuple):
 class _Sample:
     """The text of one choice: what is reasoning, what is content, and which calls stand in it."""
 
-    def __init__(self, state: ServerState, body: ChatBody, *, has_tools: bool, is_reasoning: bool) -> None:
+    def __init__(
+        self, state: ServerState, body: ChatBody, prompt: list[int], *, has_tools: bool, is_reasoning: bool
+    ) -> None:
         syntax = state.tool_syntax
         markers = (*syntax.markers, OPEN, CLOSE) if has_tools else (OPEN, CLOSE)
         has_marks = has_tools or state.has_reasoning
         kept = state.codec.special_ids_of(markers) if has_marks else frozenset()
-        self._text = TextStream(state.codec, body, kept)
+        self._text = TextStream(state.codec, body, kept, before=prompt if body.continue_final_message else ())
         self._reasoning = ReasoningStream(is_open=is_reasoning) if state.has_reasoning else None
         parallel = body.parallel_tool_calls is not False
         self._tools = ToolCallStream(syntax, body.tools or [], parallel=parallel) if has_tools else None
@@ -59,7 +61,7 @@ class _Sample:
     def feed(self, piece: Piece, *, in_parts: bool) -> Said:
         """With the calls that are complete, or `in_parts`, as they are written."""
         is_last, reason = piece.completion is not None, finish_reason(piece.completion)
-        reasoning, text = "", self._text.feed(piece.token_ids.tolist(), is_last=is_last)
+        reasoning, text = "", self._text.hear(piece)
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text, is_last=is_last)
         if self._tools is None:
@@ -91,7 +93,7 @@ class ChatAnswer(OpenAIAnswer):
         end = state.codec.decode(prompt[-8:], skip_special_tokens=False) if state.has_reasoning else ""
         is_reasoning = end.rstrip().endswith(OPEN)
         self._samples: defaultdict[int, _Sample] = defaultdict(
-            lambda: _Sample(state, body, has_tools=has_tools, is_reasoning=is_reasoning)
+            lambda: _Sample(state, body, prompt, has_tools=has_tools, is_reasoning=is_reasoning)
         )
         """Those that have begun."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -95,7 +94,7 @@ class _Answer(OpenAIAnswer):
         super().__init__(state, body, prompts)
         self.body: CompletionBody = body
         self._num_samples = body.n or 1
-        self._texts: defaultdict[int, TextStream] = defaultdict(lambda: TextStream(state.codec, body))
+        self._texts: dict[int, TextStream] = {}
         """By sample, once it has begun."""
 
     def requests(self) -> list[EngineRequest]:
@@ -131,14 +130,16 @@ class _Answer(OpenAIAnswer):
         return self.envelope([self._choice(piece)], is_chunk=True)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        is_first = piece.index not in self._texts
-        stream, choice = self._texts[piece.index], self.choice(piece)
+        prompt, choice = self.prompts[piece.index // self._num_samples], self.choice(piece)
+        if is_first := piece.index not in self._texts:
+            self._texts[piece.index] = TextStream(self.state.codec, self.body, before=prompt)
+        stream = self._texts[piece.index]
         offset = len(stream.text)
-        choice["text"] = stream.feed(piece.token_ids.tolist(), is_last=piece.completion is not None)
+        choice["text"] = stream.hear(piece)
         if self.body.logprobs is not None:
             choice["logprobs"] = self._logprobs(piece, offset)
         if self.body.return_token_ids and is_first:
-            choice["prompt_token_ids"] = self.prompts[piece.index // self._num_samples]
+            choice["prompt_token_ids"] = prompt
         return choice
 
     def _logprobs(self, piece: Piece, offset: int) -> dict[str, Any]:

@@ -24,14 +24,19 @@ from rill.data.tool_calls import held_back
 from rill.errors import DataError
 from rill.inference.native.detokenizer import IncrementalDetokenizer, plain_decode
 from rill.inference.server.errors import bad_request
+from rill.inference.server.generation import Piece
 from rill.inference.server.schemas import ChatMessage, ChatTemplateBody, SamplingBody
-from rill.types import Picture
+from rill.types import Picture, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rill.models.pictures import PictureReader
 
+_NUM_BEFORE = 8
+"""Tokens of a prompt that decide how the one behind it is written; special ones among them do not."""
+_SPACE = "▁"
+"""Of SentencePiece's tokens, whose decoders drop the one that a text begins with."""
 _INLINE_CHARS = 8192
 """Texts up to this long are encoded on the event loop: a thread switch would cost more."""
 _RESERVED = {
@@ -73,7 +78,7 @@ class TextCodec:
         self.vocab_size = len(tokenizer)
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self._decode = plain_decode(tokenizer)
-        self._token_texts = Memo(lambda token_id: self.decode([token_id], skip_special_tokens=False))
+        self._token_texts = Memo(self._token_text)
 
     @property
     def chat_template(self) -> str:
@@ -129,6 +134,14 @@ class TextCodec:
         """The text of each token by itself."""
         return list(map(self._token_texts.__getitem__, token_ids))
 
+    def _token_text(self, token_id: int) -> str:
+        text = self.decode([token_id], skip_special_tokens=False)
+        with self._lock:
+            piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        if not (piece or "").startswith(_SPACE):
+            return text
+        return self.decode([token_id, token_id], skip_special_tokens=False)[len(text) :]
+
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._long_lock:
             ids: list[int] = self._long.encode(text, add_special_tokens=add_special_tokens)
@@ -157,13 +170,22 @@ class TextStream:
     tokens ──▶ decode from the last safe place ──▶ [ handed out | held back: half a character, maybe a stop ]
     """
 
-    def __init__(self, codec: TextCodec, body: SamplingBody, kept_ids: frozenset[int] = frozenset()) -> None:
-        """`kept_ids`: special tokens that are text all the same."""
+    def __init__(
+        self,
+        codec: TextCodec,
+        body: SamplingBody,
+        kept_ids: frozenset[int] = frozenset(),
+        *,
+        before: Sequence[int] = (),
+    ) -> None:
+        """`kept_ids`: special tokens that are text all the same. `before`: the prompt of a text that goes on with its
+        own."""
         self._stop, self._include_stop = body.stops, body.include_stop_str_in_output
         skip_special_tokens = body.skip_special_tokens
         self._detokenizer = IncrementalDetokenizer(
             lambda ids, skip: codec.decode(ids, skip_special_tokens=skip),
             skip_special_tokens=skip_special_tokens and not kept_ids,
+            before=[i for i in before[-_NUM_BEFORE:] if i not in codec.special_ids],
         )
         # Not left to the decoder: a long run of tokens without text would be decoded again with each of them.
         self._dropped_ids = codec.special_ids - kept_ids if skip_special_tokens else frozenset()
@@ -173,8 +195,15 @@ class TextStream:
         self.is_stopped = False
         """A stop string was found: nothing more is handed out."""
 
+    def hear(self, piece: Piece) -> str:
+        """The text that became final with it. The token that ended a sample is none, unless stops are asked for."""
+        ids, end = piece.token_ids.tolist(), piece.completion
+        if end is not None and not self._include_stop:
+            by_token = end.stop_reason in (StopReason.EOS, StopReason.STOP) and end.stop_text is None
+            ids = ids[:-1] if by_token else ids
+        return self.feed(ids, is_last=end is not None)
+
     def feed(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
-        """The text that became final with these tokens."""
         if not self._dropped_ids.isdisjoint(token_ids):
             token_ids = [i for i in token_ids if i not in self._dropped_ids]
         if self.is_stopped:
