@@ -79,11 +79,11 @@ class ServerHttp:
                 if response.status_code != 200:
                     text = (await response.aread()).decode("utf-8", "replace")
                     self._raise_for_status(path, response.status_code, text)
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:"):
+                async for line in _lines(response):
+                    if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
-                    if data == "[DONE]":
+                    if data == b"[DONE]":
                         return
                     event = json.loads(data)
                     if "error" in event and "choices" not in event:
@@ -106,6 +106,17 @@ class ServerHttp:
     def _raise_for_status(self, path: str, status: int, text: str) -> None:
         if status >= 400:
             raise _error(status, f"{self.name}: {path} answered {status}: {text[:500]}")
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """As server-sent events have them. httpx's own also end at what only Unicode calls a line's end, in a token's text
+    for example."""
+    held = b""
+    async for part in response.aiter_bytes():
+        *lines, held = (held + part).split(b"\n")
+        for line in lines:
+            yield line
+    yield held
 
 
 def _error(status: int, message: str) -> Exception:

@@ -168,6 +168,25 @@ def test_text_mode_tokenizes_here_and_claims_no_logprobs() -> None:
     engine.close()
 
 
+def test_a_text_with_unicodes_line_ends_is_read_as_one_event() -> None:
+    text = "a\u2028b\u2029c\x85d"
+
+    def endpoint(http: httpx.Request) -> httpx.Response:
+        choice = {"index": 0, "text": text, "token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}}
+        chunks = [{"choices": [choice | {"finish_reason": reason}]} for reason in (None, "stop")]
+        lines = [f"data: {json.dumps(chunk, ensure_ascii=False)}\r\n\r\n" for chunk in chunks]
+        answer = {"data": []} if http.url.path.endswith("/models") else None
+        return httpx.Response(200, json=answer) if answer else httpx.Response(200, text="".join(lines))
+
+    engine = OpenAIEngine(
+        OpenAIEngine.Config(url="http://plain/v1", model="m"),
+        transport=httpx.MockTransport(endpoint),
+    )
+    (completion,) = engine.generate([Request(id="t", token_ids=np.array([40], np.int32))], 10.0)
+    assert completion.token_ids.tolist() == [7, 7] and completion.stop_reason is StopReason.EOS
+    engine.close()
+
+
 def test_an_endpoint_without_token_ids_is_found_out() -> None:
     config = OpenAIEngine.Config(url="http://plain/v1", model="m")
     engine = OpenAIEngine(config, transport=httpx.MockTransport(plain_endpoint))

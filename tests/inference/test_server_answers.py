@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncIterator
+
 import msgspec
 import numpy as np
 import pytest
+from starlette.types import Message
 
 from rill.inference.base import TopTokens
 from rill.inference.server.answers import TokenEntry, logprob_entries
 from rill.inference.server.generation import Piece, finite
+from rill.inference.server.http import EventStream, event
 
 INF = float("inf")
 LOGPROBS = {
@@ -43,3 +48,22 @@ def test_with_the_likeliest_tokens_they_are_told_too() -> None:
 
 def test_numbers_that_json_lacks_become_such_as_it_has() -> None:
     assert finite(np.array([-INF, INF, np.nan, -1.0], np.float32)) == [-9999.0, 0.0, -9999.0, -1.0]
+
+
+@pytest.mark.asyncio
+async def test_an_event_is_one_line_also_to_clients_that_ask_unicode_for_lines() -> None:
+    text, sent = "one\x0btwo\x0cthree\x1c\x1d\x1e\x85four\u2028five\u2029", b""
+
+    async def events() -> AsyncIterator[bytes]:
+        yield event({"text": text})
+
+    async def send(message: Message) -> None:
+        nonlocal sent
+        sent += message.get("body", b"")
+
+    async def receive() -> Message:
+        raise AssertionError("nobody asks")
+
+    await EventStream(events(), lambda: None)({}, receive, send)
+    line, empty = sent.decode().splitlines()
+    assert empty == "" and json.loads(line.removeprefix("data: ")) == {"text": text}

@@ -248,6 +248,9 @@ def event(body: Any) -> bytes:
 
 DONE = b"data: [DONE]\n\n"
 
+_LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
+"""JSON may hold them as they are; clients that ask Unicode for lines would cut an event there."""
+
 
 class EventStream(Response):
     """Server-sent events. `on_close` runs even when the client left before the first event."""
@@ -261,6 +264,8 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for data in self._events:
+                for end, escaped in _LINE_ENDS.items():
+                    data = data.replace(end, escaped)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
