@@ -6,6 +6,7 @@ policy made it. A `Flight` is one request on its way, over interruptions and the
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from bisect import bisect_left
@@ -38,6 +39,21 @@ def rest_of(request: Request, said: TokenIds) -> Request:
             min_new_tokens=max(0, sampling.min_new_tokens - num_said),
         ),
     )
+
+
+def reseeded(request: Request) -> Request:
+    """For an engine that counts its draws from the start of a request: it would draw the same numbers again behind a
+    part that was sampled before."""
+    sampling = request.sampling
+    if request.num_generated == 0 or sampling.seed is None:
+        return request
+    seed = hashed(f"{sampling.seed}+{request.num_generated}")
+    return replace(request, sampling=replace(sampling, seed=seed))
+
+
+def hashed(text: str) -> int:
+    """A seed."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def joined(before: Completion, after: Completion, stop: Sequence[str], decode: Decode) -> Completion:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,7 +27,7 @@ from typing import Protocol, TypeVar
 
 from rill.errors import RequestError
 from rill.inference.base import Completion, Delta, Engine, Feature, Request
-from rill.inference.continued import Decode, Flight, joined, rest_of
+from rill.inference.continued import Decode, Flight, hashed, joined, reseeded, rest_of
 from rill.telemetry import trace
 from rill.types import Picture, SamplingParams, StopReason, TokenIds
 
@@ -57,7 +56,7 @@ class PolicyClient:
 
     def seed_of(self, request_id: str) -> int:
         """The same run seed and request give the same tokens, on whichever engine they are made."""
-        return _hashed(f"{self._seed}:{request_id}")
+        return hashed(f"{self._seed}:{request_id}")
 
     async def complete(self, request: Request, epoch: int) -> Completion:
         loop = asyncio.get_running_loop()
@@ -178,7 +177,7 @@ class EngineGate:
             if epoch <= self._stopped_through:
                 return [answered(Flight(request, None).aborted()) for request in requests]
             if Feature.SEEDED_BY_POSITION not in self._engine.features:
-                requests = [_reseeded(request) for request in requests]
+                requests = [reseeded(request) for request in requests]
             begun = {request.id: epoch for request in requests if request.id not in self._running}
             self._running |= begun  # before any of them can end
             self._mark()
@@ -220,20 +219,6 @@ class EngineGate:
             elif not self._running and self._busy is not None:
                 self._busy.__exit__(None, None, None)
                 self._busy = None
-
-
-def _reseeded(request: Request) -> Request:
-    """An engine that counts its draws from the start of a request would draw the same numbers again behind a part that
-    was sampled before."""
-    sampling = request.sampling
-    if request.num_generated == 0 or sampling.seed is None:
-        return request
-    seed = _hashed(f"{sampling.seed}+{request.num_generated}")
-    return replace(request, sampling=replace(sampling, seed=seed))
-
-
-def _hashed(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def answered(answer: T) -> Future[T]:

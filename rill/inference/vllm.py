@@ -38,7 +38,7 @@ from rill.errors import (
 )
 from rill.inference.base import Completion, Delta, Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.commands import MOVE_TIMEOUT_S
-from rill.inference.continued import Flight
+from rill.inference.continued import Flight, reseeded
 from rill.inference.flight_engine import FlightEngine
 from rill.inference.parameters import checked, expected_shapes
 from rill.inference.requests import sampling_words, stop_reason_of
@@ -342,16 +342,14 @@ class VllmWords:
         return prompt
 
     def sampling(self, request: Request) -> Any:
-        s, num_said = request.sampling, request.num_generated
-        # A generator starts anew with every attempt: the same seed would repeat the draws of the first.
-        seed = s.seed if s.seed is None or not num_said else hash((s.seed, num_said))
+        s = reseeded(request).sampling  # a generator starts anew with every attempt
         return self._vllm.SamplingParams(
             max_tokens=s.max_new_tokens,
             min_tokens=s.min_new_tokens,
             top_k=s.top_k,
             **sampling_words(s),
             logit_bias=dict(s.logit_bias) or None,
-            seed=None if seed is None else seed % 2**63,
+            seed=None if s.seed is None else s.seed % 2**63,
             logprobs=0,
             detokenize=bool(s.stop),
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,

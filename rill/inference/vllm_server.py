@@ -20,6 +20,7 @@ import numpy as np
 
 from rill.errors import EngineError, UnsupportedError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
+from rill.inference.continued import reseeded
 from rill.inference.openai import completion_chunks
 from rill.inference.parameters import Checkpoint, checked, expected_shapes
 from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
@@ -64,7 +65,8 @@ class VllmServerEngine(RemoteEngine):
         return frozenset(found)
 
     def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        return completion_chunks(self._http, "/v1/completions", request, self.config.served_name)
+        # vLLM's generators start anew with every attempt.
+        return completion_chunks(self._http, "/v1/completions", reseeded(request), self.config.served_name)
 
     async def _score_one(self, token_ids: TokenIds, adapter: str | None) -> Floats:
         ids = token_ids.tolist()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -14,6 +17,8 @@ from rill.errors import EngineError, StuckError
 from rill.inference import flight_engine
 from rill.inference.base import Completion, Feature, NamedTensors, Request
 from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
+from rill.inference.vllm_server import VllmServerEngine
+from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion, SamplingParams, StopReason
 
 
@@ -73,3 +78,29 @@ def test_an_update_that_was_given_up_leaves_the_engine_unavailable_and_not_silen
         engine.update_weights([], PolicyVersion(1))
     with pytest.raises(EngineError, match="update again"):
         engine.submit([request("after")])
+
+
+def test_what_goes_on_at_a_server_does_not_draw_the_same_numbers_again() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def server(http: httpx.Request) -> httpx.Response:
+        if http.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m", "max_model_len": 64}]})
+        asked.append(json.loads(http.content))
+        choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+        return httpx.Response(200, text=f"data: {json.dumps({'choices': [choice]})}\n\n")
+
+    shape = {"model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 16,
+             "num_hidden_layers": 1, "num_attention_heads": 2}  # fmt: skip
+    model = ModelConfig(shape=shape)
+    config = VllmServerEngine.Config(url="http://vllm", served_name="m", model=model, is_extended=False)
+    engine = VllmServerEngine(config, transport=httpx.MockTransport(server))
+    sampling = SamplingParams(max_new_tokens=3, seed=7)
+    ids = np.array([4, 5, 6], np.int32)
+    for number, count in enumerate((0, 2, 2, 1)):
+        engine.generate(
+            [Request(id=str(number), token_ids=ids, num_generated=count, sampling=sampling)], 10.0
+        )
+    seeds = [body["seed"] for body in asked]
+    assert seeds[0] == 7 and seeds[1] == seeds[2] and len(set(seeds)) == 3
+    engine.close()
