@@ -61,6 +61,51 @@ def test_calls_are_found_however_the_text_is_cut(
     assert len({call.id for call in found}) == len(found)
 
 
+def streamed(name: str, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
+    """The content, and each call's name and arguments, as a client puts them together."""
+    stream, content = ToolCallStream(SYNTAXES[name], TOOLS), ""
+    names: list[str] = []
+    arguments: list[str] = []
+    for start in range(0, len(text), size):
+        new, deltas = stream.stream(text[start : start + size], is_last=start + size >= len(text))
+        content += new
+        for delta in deltas:
+            if "id" in delta:
+                assert delta["index"] == len(names)
+                names.append(delta["function"]["name"])
+                arguments.append("")
+            arguments[delta["index"]] += delta["function"]["arguments"]
+    return content, list(zip(names, arguments, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 40, 10_000])
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_calls_that_are_told_in_pieces_are_the_same_calls(
+    name: str, text: str, content: str, calls: list[tuple[str, Any]], size: int
+) -> None:
+    found_content, found = streamed(name, text, size)
+    assert found_content == content
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 40, 60, 80])
+def test_a_call_that_turns_out_to_be_none_costs_neither_the_text_nor_the_calls_behind_it(size: int) -> None:
+    wrong, right = (f'{{"name": "add", "arguments": {{"a": {value}}}}}' for value in ("tru", "2"))
+    text = f"Hm <tool_call>{wrong}</tool_call> and <tool_call>{right}</tool_call> done"
+    content, calls = streamed("hermes", text, size)
+    assert calls[-1] == ("add", '{"a": 2}') and content.split()[-2:] == ["and", "done"]
+    assert calls[:-1] == ([] if "tru" in content else [("add", '{"a": tru}')])
+    content, calls = streamed("llama", '{"name": "add", "parameters": {"a": 1}} and more', size)
+    assert content.split()[-2:] == ["and", "more"] and bool(calls) != ("add" in content)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 10_000])
+def test_text_behind_a_call_keeps_its_spaces(size: int) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    content, calls = streamed("hermes", f"First\n\n{call}\n{call}\n then  that \n", size)
+    assert content == "First\n\n\n then  that" and len(calls) == 2
+
+
 def test_content_is_not_held_longer_than_a_marker_may_be_beginning() -> None:
     stream = ToolCallStream(SYNTAXES["hermes"], TOOLS)
     assert stream.feed("Let me see <tool")[0] == "Let me see "

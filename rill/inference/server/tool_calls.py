@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from rill.data import tool_calls
-from rill.data.tool_calls import SYNTAXES, ToolSyntax
+from rill.data.tool_calls import SYNTAXES, ParsedCall, ToolSyntax
 from rill.inference.base import Guide, GuideKind
 from rill.inference.server.errors import bad_request
 from rill.inference.server.schemas import Tool
@@ -33,44 +33,59 @@ class ToolCallStream(tool_calls.ToolCallStream):
     def __init__(self, syntax: ToolSyntax, tools: Sequence[Tool], *, parallel: bool = True) -> None:
         schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
         super().__init__(syntax, schemas, parallel=parallel)
-        self._num_sent = 0
+        self._deltas: list[dict[str, Any]] = []
+        self._num_told = 0
         """Characters of the arguments of the call that is being written, once its name is out; else 0."""
+        self._blank = ""
+        """Behind a call, and not yet known to be content."""
 
     def stream(self, text: str, *, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """As `feed`; calls in pieces. Arguments are the model's own text; qwen_xml's, which are no JSON, come whole."""
-        num_before, block = len(self.calls), self._held + text
-        content, calls = self.feed(text, is_last=is_last)
-        deltas: list[dict[str, Any]] = []
-        if self._num_sent and (calls or content):  # the block that was begun has ended
-            arguments = self._begun(block)[1]
-            deltas.append(_delta(num_before, arguments[self._num_sent :]))
-            self._num_sent = 0
-            calls, content = calls[1:], content if calls else ""
-            num_before += 1
-        deltas += [_delta(i, call.arguments, call.name, call.id) for i, call in enumerate(calls, num_before)]
+        content, _ = self.feed(text, is_last=is_last)
         if not is_last and (self._parallel or not self.calls):
-            deltas += self._tell_begun()
+            self._tell(self._held)
+        deltas, self._deltas = self._deltas, []
         return content, deltas
 
-    def _tell_begun(self) -> list[dict[str, Any]]:
-        name, arguments = self._begun(self._held)
-        if not arguments or name not in self._tools:
-            return []
-        index, sent = len(self.calls), self._num_sent
-        self._num_sent = len(arguments)
-        if sent:
-            return [_delta(index, arguments[sent:])] if len(arguments) > sent else []
-        return [_delta(index, arguments, name, f"call_{uuid4().hex[:24]}")]
+    def _read(self, block: str) -> str:
+        num_before, is_told = len(self.calls), self._num_told > 0
+        rest = self._tell(block) if is_told else ""
+        content = super()._read(block)
+        if is_told and len(self.calls) == num_before:  # no call after all, but the client has heard of one
+            self.calls.append(ParsedCall(id="", name="", arguments=""))
+            content = rest
+        for index, call in enumerate(self.calls[num_before + is_told :], num_before + is_told):
+            self._deltas.append(_delta(index, call.arguments, call.name, call.id))
+        self._num_told = 0
+        self._blank = self._blank if len(self.calls) == num_before else ""
+        return content
 
-    def _begun(self, held: str) -> tuple[str, str]:
-        """The name and the arguments so far of the call that stands at the beginning; empty where none can be told."""
+    def _visible(self, text: str) -> str:
+        """Behind a call blanks are content where text follows them, and nothing before another call and at the end."""
+        if not self.calls:
+            return super()._visible(text)
+        text = self._blank + text
+        visible = text.rstrip()
+        self._blank = text[len(visible) :]
+        return super()._visible(visible)
+
+    def _tell(self, held: str) -> str:
+        """Of the call that stands at the beginning, what is not told yet; and what comes behind its arguments."""
         syntax = self._syntax
         at = held.find(syntax.open)
         start = at + len(syntax.open) if at >= 0 else 0
-        if at < 0 and not syntax.is_bare_allowed:
-            return "", ""
         head = _NAMED_HEAD.match(held, start) or _JSON_HEAD.match(held, start)
-        return ("", "") if head is None else (head["name"], _object_at(held, head.end()))
+        if head is None or head["name"] not in self._tools or (at < 0 and not syntax.is_bare_allowed):
+            return ""
+        arguments, told = _object_at(held, head.end()), self._num_told
+        if not told:
+            call_id = f"call_{uuid4().hex[:24]}"
+            self._deltas.append(_delta(len(self.calls), arguments, head["name"], call_id))
+        elif len(arguments) > told:
+            self._deltas.append(_delta(len(self.calls), arguments[told:]))
+        self._num_told = len(arguments)
+        rest = held[head.end() + len(arguments) :].lstrip().removeprefix("}")
+        return rest.rstrip().removesuffix(syntax.close or "").rstrip()
 
 
 def _object_at(text: str, start: int) -> str:
