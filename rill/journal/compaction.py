@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rill.journal.reader import CONTROLLER, group_of, is_held, segments, stem_of
-from rill.journal.records import Event, Experts, Finished, Opened, Segment
+from rill.journal.records import Event, Experts, Finished, Opened, Segment, Tail
 from rill.journal.token_log import FOLDER
 
 
@@ -30,17 +30,19 @@ class Compaction:
             if path == newest[stem_of(path)] and is_held(path):
                 continue
             if path not in self._groups:
-                self._groups[path] = self._read(path)
+                self._groups[path] = self._read(
+                    path, Tail.CUT if path == newest[stem_of(path)] else Tail.WHOLE
+                )
             if not any(map(is_needed, self._groups[path])):
                 path.unlink(missing_ok=True)
                 num_removed += 1
         return num_removed
 
-    def _read(self, path: Path) -> set[str]:
+    def _read(self, path: Path, tail: Tail) -> set[str]:
         names = self._names.setdefault(stem_of(path), {})
         groups: set[str] = set()
         segment = Segment(path)
-        for record in segment.read():
+        for record in segment.read(tail):
             match record:
                 case Opened():
                     names[record.number] = group_of(record.id)
@@ -51,6 +53,6 @@ class Compaction:
                     groups.add(names.get(record.number, ""))
                 case list():
                     groups.update(names.get(entry.number, "") for entry in record)
-        if segment.damage:
-            groups.add(CONTROLLER)  # kept, to be looked at: what follows the damage is not known
+        if segment.damages:
+            groups.add(CONTROLLER)  # kept, to be looked at: whose the lost records were is not known
         return groups

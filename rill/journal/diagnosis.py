@@ -166,7 +166,7 @@ def _token_log(run: Run) -> Iterator[Diagnosis]:
     reader = LogReader(run.path)
     reader.read_all()
     for damage in reader.damages():
-        advice = "what follows the damage in that file is sampled again; look at the disk (SMART, dmesg)"
+        advice = "what was lost there is sampled again; look at the disk (SMART, dmesg)"
         yield Diagnosis(Severity.WARNING, f"token log {damage}", "", advice)
     begun = [sequence for _, sequence in reader.sequences() if not sequence.is_finished]
     if begun and run.state().status is not RunStatus.RUNNING:

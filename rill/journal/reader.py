@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from rill.journal.records import Entry, Event, Experts, Finished, Opened, Segment
+from rill.journal.records import Entry, Event, Experts, Finished, Lost, Opened, Segment, Tail
 from rill.journal.token_log import FOLDER, SUFFIX
 from rill.types import Floats, Ints, StopReason, TokenIds
 
@@ -81,12 +81,14 @@ class _Writer:
         return self._segments[-1].path
 
     def damages(self) -> list[str]:
-        return [f"{segment.path.name}: {segment.damage}" for segment in self._segments if segment.damage]
+        return [f"{segment.path.name}: {damage}" for segment in self._segments for damage in segment.damages]
 
     def read(self, is_needed: Needed) -> None:
         """What was written since the last time, of groups that are needed."""
         for segment in self._segments:
-            for record in segment.read():
+            is_last = segment is self._segments[-1]
+            tail = Tail.WHOLE if not is_last else Tail.CUT if self.is_gone else Tail.GROWING
+            for record in segment.read(tail):
                 self._take(record, is_needed)
 
     def _take(self, record: Any, is_needed: Needed) -> None:
@@ -103,6 +105,8 @@ class _Writer:
             case Event() if is_needed(group_of(record.of)):
                 self.events.setdefault(record.of, []).append(record)
                 self.ids.setdefault(group_of(record.of), set()).add(record.of)
+            case Lost():  # what was begun before takes no token from behind a gap
+                self._by_number.clear()
             case list():
                 for entry in record:
                     if (found := self._by_number.get(entry.number)) is not None:
@@ -124,20 +128,16 @@ class LogReader:
 
     def has_left(self, group: str) -> bool:
         """Whether a process that is gone had to do with the group: then look for it. Costs a listing of the folder."""
-        self._list()
-        for writer in self._writers.values():
-            if not writer.is_gone and not is_held(writer.newest):
-                writer.is_gone = True
-                writer.read(self._find_needed() or _everything)
+        for writer in self._find_gone():
+            writer.read(self._find_needed() or _everything)
         return any(writer.is_gone and group in writer.ids for writer in self._writers.values())
 
     def read_all(self) -> None:
         """Everything that is written by now, of the living too."""
-        self._list()
+        gone = self._find_gone()
         is_needed = self._find_needed() or _everything
         for writer in self._writers.values():
-            if not writer.is_gone:
-                writer.is_gone = not is_held(writer.newest)
+            if not writer.is_gone or writer in gone:
                 writer.read(is_needed)
 
     def sequence(self, sequence_id: str) -> LoggedSequence | None:
@@ -153,7 +153,7 @@ class LogReader:
 
     def events(self, of: str) -> dict[str, Any]:
         """The last value of each key."""
-        writers = sorted(self._writers.values(), key=lambda writer: writer.stem.rsplit("-", 2)[1])
+        writers = sorted(self._writers.values(), key=lambda writer: began_ns(writer.stem))
         return {event.key: event.value for writer in writers for event in writer.events.get(of, ())}
 
     def names(self, group: str) -> set[str]:
@@ -172,6 +172,17 @@ class LogReader:
     def damages(self) -> list[str]:
         return [line for writer in self._writers.values() for line in writer.damages()]
 
+    def _find_gone(self) -> list[_Writer]:
+        """Those that are found to be gone now. One that lives may have gone on to its next file meanwhile."""
+        self._list()
+        quiet = [(w, w.newest) for w in self._writers.values() if not w.is_gone and not is_held(w.newest)]
+        if quiet:
+            self._list()
+        gone = [writer for writer, newest in quiet if writer.newest == newest]
+        for writer in gone:
+            writer.is_gone = True
+        return gone
+
     def _list(self) -> None:
         for path in segments(self.folder):
             if path.name in self._known:
@@ -184,26 +195,26 @@ class LogReader:
 
 def joined(attempts: list[_Attempt]) -> LoggedSequence:
     """Attempts at one sequence, in the order in which they began. One that stands behind tokens which nobody wrote down
-    is left out."""
+    is left out, and so is one that has lost some of its own: a file of it is missing."""
     tokens, logprobs, versions = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
     last: _Attempt | None = None
     for attempt in attempts:
         base, entries, end = attempt.opened.base, attempt.entries, attempt.finished
-        if base > len(tokens):
-            continue
         rest = () if end is None else (end,)
+        num_found = sum(len(part.token_ids) for part in (*entries, *rest))
+        if base > len(tokens) or (end is not None and num_found < end.num_tokens):
+            continue
         tokens = np.concatenate([tokens[:base], *(part.token_ids for part in (*entries, *rest))])
         logprobs = np.concatenate([logprobs[:base], *(part.logprobs for part in (*entries, *rest))])
         made_by = [np.full(len(entry.token_ids), entry.version, np.int32) for entry in entries]
         versions = np.concatenate([versions[:base], *made_by, *(part.versions for part in rest)])
         last = attempt
     finished = None if last is None else last.finished
-    if finished is not None and last is not None:
+    if (
+        finished is not None and last is not None
+    ):  # a stop string may have taken the end of what was sampled back
         num_whole = last.opened.base + finished.num_tokens
-        if len(tokens) < num_whole:
-            finished = None  # what follows the damage in a file is not known
-        else:  # a stop string may have taken the end of what was sampled back
-            tokens, logprobs, versions = tokens[:num_whole], logprobs[:num_whole], versions[:num_whole]
+        tokens, logprobs, versions = tokens[:num_whole], logprobs[:num_whole], versions[:num_whole]
     return LoggedSequence(
         token_ids=tokens,
         logprobs=logprobs,
@@ -223,8 +234,10 @@ def is_held(path: Path) -> bool:
     """Whether a living process writes to the file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:  # it cannot be looked at now: whoever lives must not be taken for dead
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -246,6 +259,11 @@ def segments(folder: Path) -> list[Path]:
 
 def stem_of(path: Path) -> str:
     return path.stem.rpartition("-")[0]
+
+
+def began_ns(stem: str) -> int:
+    """When the process began them."""
+    return int(stem.rsplit("-", 2)[1], 16)
 
 
 def group_of(sequence_id: str) -> str:

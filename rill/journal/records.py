@@ -12,18 +12,19 @@
     EXPERTS   a sequence's routed experts, where the engine records them
     EVENT     anything that happens outside of the model, as JSON: of whom, key, value
 
-A killed writer leaves at most one cut record, at the end. A record whose checksum is wrong ends what is read of its
-file: what follows cannot be trusted, and is reported. Called by the writer (token_log.py) and the reader (reader.py).
+A killed writer leaves at most one cut record, at the end. Anything else that is no whole record is damage: it is told,
+and reading goes on at the next whole record. Called by the writer (token_log.py) and the reader (reader.py).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum, auto
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +103,11 @@ class Event(NamedTuple):
     value: Any
 
 
-Record = Opened | list[Entry] | Finished | Experts | Event
+class Lost(NamedTuple):
+    """In place of what is damaged: whatever was under way may lack tokens from here on."""
+
+
+Record = Opened | list[Entry] | Finished | Experts | Event | Lost
 
 
 # --- writing -----------------------------------------------------------------------------------------------
@@ -174,45 +179,91 @@ def _record(kind: Kind, payload: bytes) -> bytes:
 # --- reading -----------------------------------------------------------------------------------------------
 
 
+class Tail(Enum):
+    """What may stand at the end of a file and is no whole record."""
+
+    GROWING = auto()
+    """Its writer lives: anything; the rest is on its way."""
+    CUT = auto()
+    """Its writer is gone: the beginning of a record."""
+    WHOLE = auto()
+    """Its writer went on to the next file: nothing."""
+
+
 @dataclass(slots=True)
 class Segment:
-    """One file, read as far as it is whole. `read` goes on where the last one ended."""
+    """One file, read as far as it is there. `read` goes on where the last one ended."""
 
     path: Path
     offset: int = 0
-    damage: str = ""
-    """What is wrong with it in the middle; empty while nothing is."""
+    damages: list[str] = field(default_factory=list)
 
-    def read(self) -> Iterator[Record]:
-        """The records that came since. A cut one at the end is left for the next time."""
-        if self.damage:
-            return
+    def read(self, tail: Tail = Tail.CUT) -> Iterator[Record]:
+        """The records that came since."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 content = file.read()
         except FileNotFoundError:  # compacted away
             return
-        start = 0
-        if self.offset == 0:
-            if len(content) < len(MAGIC):
+        begin, start = self.offset, 0
+        if begin == 0 and content.startswith(MAGIC):
+            start = len(MAGIC)
+        while start < len(content):
+            if (end := _end_of(content, start)) is not None:
+                self.offset = begin + end
+                payload = content[start + _HEAD.size : end]
+                start, kind = end, Kind(content[start + _HEAD.size - 1])
+                yield _decode(kind, payload)
+                continue
+            next_start = _next_whole(content, start + 1)
+            is_cut = MAGIC.startswith(content) if begin + start == 0 else _is_cut(content, start)
+            if next_start is None and (tail is Tail.GROWING or (tail is Tail.CUT and is_cut)):
                 return
-            if not content.startswith(MAGIC):
-                self.damage = "it does not begin as a token log"
-                return
-            start = self.offset = len(MAGIC)
-        while start + _HEAD.size <= len(content):
-            length, crc, kind = _HEAD.unpack_from(content, start)
-            end = start + _HEAD.size + length
-            payload = content[start + _HEAD.size : end]
-            if len(payload) < length:
-                return
-            if zlib.crc32(payload, kind) != crc or kind not in iter(Kind):
-                self.damage = f"the checksum of the record at byte {self.offset} is wrong"
-                return
-            self.offset += end - start
-            start = end
-            yield _decode(Kind(kind), payload)
+            next_start = len(content) if next_start is None else next_start
+            self.damages.append(
+                f"the checksum of the record at byte {begin + start} is wrong, {next_start - start} bytes are lost"
+            )
+            start, self.offset = next_start, begin + next_start
+            yield Lost()
+
+
+_KINDS = re.compile(b"[" + bytes(Kind) + b"]")
+
+
+def _said_end(content: bytes, start: int) -> int | None:
+    """Where the record ends that seems to begin here; None: none does."""
+    if start + _HEAD.size > len(content):
+        return None
+    length, _, kind = _HEAD.unpack_from(content, start)
+    return start + _HEAD.size + length if length and kind in iter(Kind) else None
+
+
+def _end_of(content: bytes, start: int) -> int | None:
+    """Where the record ends that begins here; None: it is not whole."""
+    end = _said_end(content, start)
+    if end is None or end > len(content):
+        return None
+    _, crc, kind = _HEAD.unpack_from(content, start)
+    return end if zlib.crc32(memoryview(content)[start + _HEAD.size : end], kind) == crc else None
+
+
+def _is_cut(content: bytes, start: int) -> bool:
+    end = _said_end(content, start)
+    return start + _HEAD.size > len(content) or (end is not None and end > len(content))
+
+
+def _next_whole(content: bytes, start: int) -> int | None:
+    """Where the next whole record begins. What has none behind it is not looked at: checksums take their time."""
+    for match in _KINDS.finditer(content, start + _HEAD.size - 1):
+        found = match.start() - _HEAD.size + 1
+        end = _said_end(content, found)
+        if end is None or end > len(content):
+            continue
+        is_followed = end + _HEAD.size > len(content) or _KINDS.match(content, end + _HEAD.size - 1)
+        if is_followed and _end_of(content, found) is not None:
+            return found
+    return None
 
 
 def _decode(kind: Kind, payload: bytes) -> Record:

@@ -84,6 +84,8 @@ class TokenLog:
         self._fd = -1
         self._unsynced: list[int] = []
         """Descriptors of files that are ended."""
+        self._failure: JournalError | None = None
+        """Something could not be written: what would come after it has a gap before it."""
         self._begin_files()
         self._threads = [threading.Thread(target=self._run, name="token-log", daemon=True)]
         if config.sync_s:
@@ -205,30 +207,29 @@ class TokenLog:
                 pending, self._pending = self._pending, []
                 waiting, self._waiting = self._waiting, []
                 self._is_urgent = False
-            error = self._write(encode(pending)) if pending else None
+            error = self._failure or (self._write(encode(pending)) if pending else None)
         for then in waiting:
             then(error)
         return error
 
     def _write(self, content: bytes) -> JournalError | None:
-        """All of it or nothing: what a full disk cuts off is taken back and tried again."""
+        """All of it: what a full disk cuts off is taken back and tried again. Where that is in vain, it is the end."""
         deadline_s = time.monotonic() + FULL_TIMEOUT_S
         is_told = False
         while True:
             try:
+                if is_told:
+                    os.ftruncate(self._fd, self._size)
                 if self._size >= self._config.segment_bytes:
                     self._begin_segment()
-                written = 0
-                while written < len(content):
-                    written += os.write(self._fd, memoryview(content)[written:])
+                _write_all(self._fd, content)
                 self._size += len(content)
                 return None
             except OSError as error:
-                if self._fd >= 0:
-                    os.ftruncate(self._fd, self._size)
                 told = f"the token log in {self.folder} cannot be written: {error.strerror}"
                 if time.monotonic() > deadline_s or self._is_closed:
-                    return JournalError(f"{told}. Make room, then resume the run")
+                    self._failure = JournalError(f"{told}. Make room, then resume the run")
+                    return self._failure
                 if not is_told:
                     log.warning(
                         "%s; sampling waits for up to %.0f s until there is room", told, FULL_TIMEOUT_S
@@ -244,17 +245,18 @@ class TokenLog:
         self._begin_segment()
 
     def _begin_segment(self) -> None:
-        """The next file, its lock held before the last one is let go."""
+        """The next file, held before anybody can see it, and before the last one is let go."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{self._stem}-{self._num_segments:05d}{SUFFIX}"
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        draft = path.with_suffix(".draft")
+        fd = os.open(draft, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # a file system without locks: the file only looks older than it is
-            log.info("%s cannot be locked", path)
-        try:
-            os.ftruncate(fd, 0)
-            os.write(fd, records.MAGIC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # a file system without locks: the file only looks older than it is
+                log.info("%s cannot be locked", path)
+            _write_all(fd, records.MAGIC)
+            draft.rename(path)
         except OSError:
             os.close(fd)
             raise
@@ -266,6 +268,13 @@ class TokenLog:
             os.close(self._fd)
         self._fd, self._size = fd, len(records.MAGIC)
         self._num_segments += 1
+
+
+def _write_all(fd: int, content: bytes) -> None:
+    """Also where a write takes a part only."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
 
 
 def encode(items: Sequence[Opened | Said | Finished | Experts | Event]) -> bytes:

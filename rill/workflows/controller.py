@@ -75,17 +75,19 @@ class Controller(Worker):
         if self.journal is not None:
             self.journal.close()
 
-    def start(self, flows: Flows) -> None:
+    def start(self, flows: Flows) -> list[str]:
         """Take outcomes from now on. Batches that the run has chosen before, after the step where it stands, are chosen
-        again."""
-        self._flows = flows
+        again. What is damaged of the token log is returned."""
+        self._flows, damages = flows, list[str]()
         if self.journal is not None:
             reader = LogReader(self.run_dir)
             reader.read_all()
             self.groups.chosen_before = chosen_before(
                 reader.batches(), self.groups.version, self.groups.batch_size
             )
+            damages = reader.damages()
         threading.Thread(target=self._run, name="controller", daemon=True).start()
+        return damages
 
     @concurrent
     def connect(self, edge: Edge) -> None:

@@ -103,7 +103,8 @@ class Workflow(ABC):
             steering = Steering(launch, loop, pilot)
             loop.observers.append(steering.observe)
             loop.restore()
-            controller.start(launch.session.flows).wait(timeout_s=timeout_s)
+            for damage in controller.start(launch.session.flows).wait(timeout_s=timeout_s)[0]:
+                log.warning("the token log is damaged, and what was lost is sampled again: %s", damage)
             if launch.was_warmed_up:
                 loop.save()  # what the supervised steps made is not lost before the first checkpoint
             loop.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from rill.errors import JournalError
+from rill.journal import reader as token_log_reader
 from rill.journal import records, token_log
 from rill.journal.compaction import Compaction
 from rill.journal.reader import LogReader, segments
@@ -124,21 +126,92 @@ def test_a_log_cut_off_at_any_byte_gives_a_prefix_and_never_a_wrong_token(tmp_pa
     assert lengths == sorted(lengths, reverse=True) and lengths[0] == 44
 
 
-def test_a_flipped_bit_is_found_and_nothing_after_it_is_believed(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_and_costs_its_record_alone(tmp_path: Path) -> None:
+    """What was under way then takes nothing from behind the gap; what began after it is whole."""
     log = TokenLog(tmp_path, "rollout-0", NOW)
     number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    ends = []
     for start in (0, 4, 8):
         log.tokens(number, *columns(start, 4))
         log.flush()
+        ends.append(segments(tmp_path / FOLDER)[0].stat().st_size)
+    end(log, number, 12)
+    later = log.open("g00000002/0#a", num_prompt=5, base=0)
+    log.tokens(later, *columns(20, 4))
+    end(log, later, 4)
+    log.event("g00000002/0", "tool/1", "paid")
     log.close()
     (path,) = segments(tmp_path / FOLDER)
-    content = bytearray(path.read_bytes())
-    content[-60] ^= 1
-    path.write_bytes(content)
+    whole = path.read_bytes()
+    for at in range(ends[0], ends[1]):
+        for bit in (0, 7):
+            content = bytearray(whole)
+            content[at] ^= 1 << bit
+            path.write_bytes(content)
+            reader = reader_of(tmp_path)
+            hurt, after = reader.sequence("g00000001/0#a"), reader.sequence("g00000002/0#a")
+            assert hurt is not None and hurt.token_ids.tolist() == [0, 1, 2, 3] and not hurt.is_finished
+            assert after is not None and after.is_finished and after.token_ids.tolist() == [20, 21, 22, 23]
+            assert reader.events("g00000002/0") == {"tool/1": "paid"}
+            (damage,) = reader.damages()
+            assert "checksum" in damage and f"{ends[1] - ends[0]} bytes are lost" in damage
+
+
+@pytest.mark.parametrize("harm", ["cut", "zeros", "head"])
+def test_damage_to_a_file_in_the_middle_leaves_no_gap_within_an_answer(tmp_path: Path, harm: str) -> None:
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=60, segment_bytes=1 << 10))
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    for start in range(0, 600, 100):
+        log.tokens(number, *columns(start, 100))
+        log.flush()
+    later = log.open("g00000002/0#a", num_prompt=5, base=0)
+    log.tokens(later, *columns(0, 3))
+    log.close()
+    second = segments(tmp_path / FOLDER)[1]
+    content = second.read_bytes()
+    match harm:
+        case "cut":
+            os.truncate(second, len(content) - 10)
+        case "zeros":
+            second.write_bytes(content[:-500] + bytes(500))
+        case "head":
+            second.write_bytes(b"?" + content[1:])
     reader = reader_of(tmp_path)
-    found = reader.sequence("g00000001/0#a")
-    assert found is not None and found.token_ids.tolist() == [0, 1, 2, 3]
-    assert len(reader.damages()) == 1 and "checksum" in reader.damages()[0]
+    hurt, after = reader.sequence("g00000001/0#a"), reader.sequence("g00000002/0#a")
+    assert hurt is not None and hurt.token_ids.tolist() == list(range(len(hurt.token_ids)))
+    assert 0 < len(hurt.token_ids) < 600
+    assert after is not None and after.token_ids.tolist() == [0, 1, 2]
+    assert len(reader.damages()) == 1 and second.name in reader.damages()[0]
+
+
+def test_an_answer_of_which_a_file_is_missing_is_left_out(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=60, segment_bytes=1 << 10))
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    for start in range(0, 600, 100):
+        log.tokens(number, *columns(start, 100))
+        log.flush()
+    end(log, number, 600)
+    log.close()
+    segments(tmp_path / FOLDER)[1].unlink()
+    found = reader_of(tmp_path).sequence("g00000001/0#a")
+    assert found is not None and not found.is_finished and found.token_ids.tolist() == []
+
+
+def test_what_a_power_failure_leaves_at_the_end_is_told_and_a_killed_writers_half_record_is_not(
+    tmp_path: Path,
+) -> None:
+    log = TokenLog(tmp_path, "rollout-0", NOW)
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    log.tokens(number, *columns(0, 4))
+    log.flush()
+    log.close()
+    (path,) = segments(tmp_path / FOLDER)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    assert reader_of(tmp_path).damages() == []
+    path.write_bytes(content + bytes(100))
+    (damage,) = reader_of(tmp_path).damages()
+    assert "100 bytes are lost" in damage
 
 
 def test_attempts_are_joined_by_where_they_went_on_and_not_by_which_became_longest(tmp_path: Path) -> None:
@@ -187,6 +260,67 @@ def test_a_reader_follows_a_log_that_grows_and_tells_the_dead_from_the_living(tm
     assert reader.has_left("g00000001") and not reader.has_left("g00000002")
     found = reader.sequence("g00000001/0#a")
     assert found is not None and found.token_ids.tolist() == [0, 1, 2, 3]
+
+
+def test_a_living_process_that_goes_on_to_its_next_file_is_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is taken for dead is read once and never again."""
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=60, segment_bytes=1 << 10))
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    reader, is_held = LogReader(tmp_path), token_log_reader.is_held
+
+    def goes_on(path: Path) -> bool:
+        """Between the listing and the look."""
+        monkeypatch.setattr(token_log_reader, "is_held", is_held)
+        log.tokens(number, *columns(0, 200))
+        log.flush()
+        log.tokens(number, *columns(200, 200))
+        log.flush()
+        return is_held(path)
+
+    monkeypatch.setattr(token_log_reader, "is_held", goes_on)
+    assert not reader.has_left("g00000001")
+    log.tokens(number, *columns(400, 10))
+    log.close()
+    assert reader.has_left("g00000001")
+    found = reader.sequence("g00000001/0#a")
+    assert found is not None and found.token_ids.tolist() == list(range(410))
+
+
+def test_nobody_sees_a_file_before_its_writer_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be removed, or taken for that of a dead process, while it is being written."""
+    flock, seen = fcntl.flock, list[Path]()
+
+    def look_first(fd: int, operation: int) -> None:
+        seen.extend(path for path in segments(tmp_path / FOLDER) if not token_log_reader.is_held(path))
+        flock(fd, operation)
+
+    monkeypatch.setattr(token_log.fcntl, "flock", look_first)
+    log = TokenLog(tmp_path, "rollout-0", NOW)
+    monkeypatch.undo()
+    log.close()
+    assert seen == []
+
+
+def test_a_file_that_cannot_be_looked_at_for_the_moment_is_not_a_dead_processs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, reader = TokenLog(tmp_path, "rollout-0", NOW), LogReader(tmp_path)
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    log.tokens(number, *columns(0, 4))
+    log.flush()
+
+    def too_many(*_: Any) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(token_log_reader.os, "open", too_many)
+        assert not reader.has_left("g00000001")
+    log.close()
+    assert reader.has_left("g00000001")
 
 
 KILLED = """
@@ -268,6 +402,33 @@ def test_a_disk_that_stays_full_is_an_error_with_what_to_do(
         with pytest.raises(JournalError, match="No space left on device. Make room, then resume"):
             log.event("g00000001/0", "tool/1", "paid")
     log.close()
+
+
+def test_after_a_write_that_failed_for_good_nothing_is_written_behind_the_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=60))
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    log.tokens(number, *columns(0, 4))
+    log.flush()
+
+    def broken(fd: int, content: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(token_log, "FULL_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(token_log, "RETRY_S", 0.0)
+    log.tokens(number, *columns(4, 4))
+    with monkeypatch.context() as patched:
+        patched.setattr(token_log.os, "write", broken)
+        patched.setattr(token_log.os, "ftruncate", broken)
+        with pytest.raises(JournalError, match="Input/output error"):
+            log.flush()
+    log.tokens(number, *columns(8, 4))
+    with pytest.raises(JournalError, match="Input/output error"):
+        log.flush()
+    log.close()
+    found = reader_of(tmp_path).sequence("g00000001/0#a")
+    assert found is not None and found.token_ids.tolist() == [0, 1, 2, 3]
 
 
 def test_files_are_removed_once_all_their_groups_are_done_with(tmp_path: Path) -> None:
