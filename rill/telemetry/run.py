@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from importlib import metadata
@@ -46,6 +46,8 @@ _LIBRARIES = ("torch", "transformers", "numpy", "ray", "vllm", "peft", "verifier
 
 
 VANISHED = "its process ended without saying why"
+LOOK_S = 1.0
+"""How long those who look at a run may keep its lock from whoever wants to run it."""
 
 
 class RunStatus(StrEnum):
@@ -222,10 +224,12 @@ class Run:
         try:
             yield self
         except KeyboardInterrupt:
-            self.set_status(RunStatus.INTERRUPTED, "stopped by Ctrl-C or SIGTERM")
+            with suppress(OSError):
+                self.set_status(RunStatus.INTERRUPTED, "stopped by Ctrl-C or SIGTERM")
             raise
         except BaseException as error:
-            self.set_status(RunStatus.FAILED, f"{type(error).__name__}: {error}")
+            with suppress(OSError):  # on a full disk what ended the run is to be told, not this
+                self.set_status(RunStatus.FAILED, f"{type(error).__name__}: {error}")
             raise
         else:
             self.set_status(RunStatus.FINISHED)
@@ -246,26 +250,45 @@ class Run:
     def _take_lock(self) -> None:
         fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._wait_for_lock(fd)
+        except BaseException:
             os.close(fd)
-            holder = self._saved_state()
-            raise UserError(
-                f"{self.path} is being run by process {holder.pid} on {holder.host}: stop it first"
-            ) from None
+            raise
         self._lock_fd = fd
 
+    def _wait_for_lock(self, fd: int) -> None:
+        """Whoever looks at the run (`_is_held`) holds its lock too, shared and for a moment."""
+        deadline_s = time.monotonic() + LOOK_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    holder = self._saved_state()
+                    raise UserError(
+                        f"{self.path} is being run by process {holder.pid} on {holder.host}: stop it first"
+                    ) from None
+            except OSError as error:
+                raise UserError(
+                    f"{self.path} cannot be locked ({error.strerror}), so two processes could run it at once: keep "
+                    "runs where the file system has locks (--root FOLDER)"
+                ) from error
+            time.sleep(0.01)
+
     def _is_held(self) -> bool:
-        """Whether some process, this one included, holds the run's lock."""
+        """Whether some process, this one included, holds the run's lock; also where that cannot be told."""
         if self._lock_fd >= 0:
             return True
         try:
-            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
+            fd = os.open(self.path / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
             return False
+        except OSError:
+            return True
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:
             return True
         finally:
             os.close(fd)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rill.errors import UserError
+from rill.errors import JournalError, UserError
 from rill.telemetry.run import Run, RunState, RunStatus, list_runs
 
 
@@ -66,6 +67,77 @@ def test_a_run_in_use_cannot_be_resumed(tmp_path: Path) -> None:
         Run.resume("demo", root=tmp_path)
     run.close()
     Run.resume("demo", root=tmp_path).close()
+
+
+def test_a_run_that_somebody_looks_at_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dashboard looks every second, and so may what starts the run again."""
+    Run.create("demo", root=tmp_path).close()
+    looking = os.open(tmp_path / "demo" / ".lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr("rill.telemetry.run.time.sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+    Run.resume("demo", root=tmp_path).close()
+    os.close(looking)
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied"), OSError(24, "Too many open files")]
+)
+def test_a_run_whose_lock_cannot_be_opened_is_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    run = Run.create("demo", root=tmp_path)
+    seen, opening = Run.open("demo", root=tmp_path), os.open
+
+    def refused(path: Path, flags: int, *rest: int) -> int:
+        if Path(path).name == ".lock":
+            raise error
+        return opening(path, flags, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rill.telemetry.run.os.open", refused)
+        assert seen.state().status is RunStatus.RUNNING
+    run.close()
+    assert seen.state().status is RunStatus.INTERRUPTED
+
+
+def test_looking_at_a_run_needs_no_right_to_write_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.create("demo", root=tmp_path)
+    opening, modes = os.open, list[int]()
+
+    def seen(path: Path, flags: int, *rest: int) -> int:
+        modes.append(flags & os.O_ACCMODE)
+        return opening(path, flags, *rest)
+
+    monkeypatch.setattr("rill.telemetry.run.os.open", seen)
+    Run.open("demo", root=tmp_path).state()
+    assert modes and set(modes) == {os.O_RDONLY}
+    run.close()
+
+
+def test_a_place_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(fd: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("rill.telemetry.run.fcntl.flock", without)
+    with pytest.raises(UserError, match=r"cannot be locked \(Operation not supported\).*--root"):
+        Run.create("demo", root=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ends_a_run_is_told_where_there_is_no_room_to_write_it_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.create("demo", root=tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(JournalError, match="cannot be written"), run.running():
+        monkeypatch.setattr("rill.telemetry.run.write_atomically", full)
+        raise JournalError("the token log cannot be written")
+    assert Run.open("demo", root=tmp_path).state().status is RunStatus.INTERRUPTED
 
 
 def test_an_unknown_run_suggests_the_nearest(tmp_path: Path) -> None:
