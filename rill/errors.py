@@ -90,10 +90,15 @@ class WorkerError(RunError):
         self.remote_traceback = remote_traceback
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_worker_error, (self.args[0], self.group, self.rank, self.remote_traceback))
+        args = (self.args[0], self.group, self.rank, self.remote_traceback)
+        return (_rebuild_worker_error, args, self.__dict__)  # with its notes
+
+    @property
+    def headline(self) -> str:
+        return f"{self.group}[{self.rank}]: {self.args[0]}"
 
     def __str__(self) -> str:
-        return f"{self.group}[{self.rank}]: {self.args[0]}\n{self.remote_traceback}".rstrip()
+        return f"{self.headline}\n{self.remote_traceback}".rstrip()
 
 
 def _rebuild_worker_error(message: str, group: str, rank: int, remote_traceback: str) -> WorkerError:
@@ -146,8 +151,19 @@ class GuardError(RunError):
 
 def mistake_behind(error: RillError) -> UserError | None:
     """The user's mistake that an error is, or that a worker found and reported with it; None for a misfortune."""
-    cause = error.__cause__ if isinstance(error, WorkerError) else error
+    cause: BaseException | None = error
+    while isinstance(cause, WorkerError):
+        cause = cause.__cause__
     return cause if isinstance(cause, UserError) else None
+
+
+def in_words(error: BaseException) -> str:
+    """Its class and its text, fit to travel: also where its `__str__` raises."""
+    try:
+        text = error.headline if isinstance(error, WorkerError) else str(error)
+    except Exception as broken:  # noqa: BLE001  boundary: classes of users
+        text = f"(its text cannot be had: {type(broken).__name__} in __str__)"
+    return f"{type(error).__name__}: {text}".encode("utf-8", "replace").decode()
 
 
 @contextmanager

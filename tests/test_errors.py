@@ -40,6 +40,7 @@ def test_a_boundary_leaves_bugs_alone() -> None:
 
 def test_a_worker_error_survives_the_way_between_processes() -> None:
     error = WorkerError("it broke", group="rollout", rank=3, remote_traceback="line 1")
+    error.add_note("at noon")
     back = pickle.loads(pickle.dumps(error))
     assert (back.group, back.rank, back.remote_traceback) == ("rollout", 3, "line 1")
-    assert "rollout[3]: it broke" in str(back)
+    assert "rollout[3]: it broke" in str(back) and back.__notes__ == ["at noon"]

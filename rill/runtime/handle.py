@@ -87,7 +87,9 @@ class Handle:
         if self._failed:
             errors = [one.read() for one in self._outcomes if one is not None and one.is_error]
             for other in errors[1:]:
-                errors[0].add_note(f"also failed: {str(other).splitlines()[0]}")
+                note = f"also failed: {str(other).splitlines()[0]}"
+                if note not in getattr(errors[0], "__notes__", ()):  # whoever asked before has left it
+                    errors[0].add_note(note)
             raise errors[0]
         return [one.read() for one in self._outcomes if one is not None]
 

@@ -385,6 +385,21 @@ def test_an_item_that_always_fails_is_set_aside_and_named(cluster: Cluster, cons
     assert "2 is bad" in named["error"]
 
 
+def test_an_error_whose_text_is_no_utf8_costs_its_item_and_not_the_line_to_the_hub(
+    cluster: Cluster, consumers
+) -> None:
+    numbers, onwards = (
+        Channel.create(cluster, next(_names), timeout_s=WAIT_S, max_failures=1) for _ in range(2)
+    )
+    numbers.put("name \udcff")
+    numbers.end()
+    with pytest.raises(WorkerError, match=r"name \? is bad"):
+        consumers.on(0).relay_until(numbers, onwards, "name \udcff").wait(timeout_s=WAIT_S)
+    assert consumers.on(0).relay(numbers, onwards).wait(timeout_s=WAIT_S) == [0]
+    (named,) = numbers.stats()["set_aside"]
+    assert "name ? is bad" in named["error"]
+
+
 def test_leases_finish_with_what_was_put_under_them(cluster: Cluster, consumers) -> None:
     numbers, onwards = (Channel.create(cluster, next(_names), timeout_s=WAIT_S) for _ in range(2))
     numbers.put_many(list(range(30)))

@@ -24,7 +24,7 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.process import supervisor
 from tests.runtime.leftovers import becomes_true, is_running
-from tests.runtime.workers import Echo, OneWay, Slow
+from tests.runtime.workers import Echo, OneWay, Slow, Thorny
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -38,6 +38,11 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def echo(cluster: Cluster) -> WorkerGroup[Echo]:
     return Echo.launch(cluster, name="echo", placement="0-1", base=10, threads=1, env={"COLOUR": "green"})
+
+
+@pytest.fixture(scope="module")
+def thorny(cluster: Cluster) -> WorkerGroup[Thorny]:
+    return Thorny.launch(cluster, name="thorny", placement="0-1", threads=1)
 
 
 def test_a_call_runs_on_every_rank_and_gives_one_result_each(echo: WorkerGroup[Echo]) -> None:
@@ -99,6 +104,50 @@ def test_an_exception_comes_with_group_rank_and_traceback_and_the_worker_lives_o
     assert "in fail" in caught.value.remote_traceback
     assert isinstance(caught.value.__cause__, ValueError)
     assert echo.plus(1).wait(10) == [11, 11]
+
+
+@pytest.mark.parametrize("method", ["thorn", "thorn_beside"])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("mute", "Mute: .its text cannot be had: AttributeError in __str__"),
+        ("unpicklable", "ValueError: of the old school"),
+        ("unknown there", "Stranger: of the old school"),
+        ("no text", r"ValueError: a file called \?"),
+    ],
+)
+def test_an_exception_that_cannot_travel_is_told_in_words(
+    thorny: WorkerGroup[Thorny], kind: str, told: str, method: str
+) -> None:
+    handle = getattr(thorny.on(0), method)(kind)
+    for _ in range(2):
+        with pytest.raises(WorkerError, match=told) as caught:
+            handle.wait(10)
+        assert "in thorn" in caught.value.remote_traceback
+    assert thorny.plus(1).wait(10) == [1, 1]
+
+
+def test_an_exception_keeps_its_causes_and_notes_from_process_to_process(thorny: WorkerGroup[Thorny]) -> None:
+    with pytest.raises(
+        WorkerError, match=r"^thorny\[1\]: WorkerError: thorny\[0\]: ValueError: outer\n"
+    ) as caught:
+        thorny.on(1).thorn_of(thorny, "caused").wait(10)
+    between = caught.value.__cause__
+    assert isinstance(between, WorkerError) and (between.group, between.rank) == ("thorny", 0)
+    outer = between.__cause__
+    assert isinstance(outer, ValueError) and outer.__notes__ == ["in the second epoch"]
+    assert isinstance(outer.__cause__, KeyError)
+    for once in ("in the second epoch", "KeyError: 'inner'", "in thorn\n", "in thorn_of\n"):
+        assert str(caught.value).count(once) == 1, str(caught.value)
+
+
+def test_several_failures_are_told_once_however_often_they_are_asked_for(thorny: WorkerGroup[Thorny]) -> None:
+    handle = thorny.thorn("caused")
+    handle.outcomes(10)
+    for _ in range(3):
+        with pytest.raises(WorkerError) as caught:
+            handle.wait(10)
+    assert caught.value.__notes__ == ["also failed: thorny[1]: ValueError: outer"]
 
 
 def test_a_failure_ends_the_wait_before_the_slow_ranks_end(echo: WorkerGroup[Echo]) -> None:

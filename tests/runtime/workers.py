@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,46 @@ class Echo(Worker):
     def close(self) -> None:
         if self.marker is not None:
             Path(f"{self.marker}-{self.rank}").write_text("closed")
+
+
+class Mute(Exception):
+    """Cannot be shown."""
+
+    def __str__(self) -> str:
+        raise AttributeError("no text")
+
+    __repr__ = __str__
+
+
+class Thorny(Echo):
+    """Raises what is hard to pass on."""
+
+    def thorn(self, kind: str) -> None:
+        match kind:
+            case "mute":
+                raise Mute()
+            case "unpicklable":
+                error = ValueError("of the old school")
+                error.lock = threading.Lock()  # type: ignore[attr-defined]
+                raise error
+            case "unknown there":
+                module = types.ModuleType("only_here")
+                sys.modules["only_here"] = module
+                exec("class Stranger(Exception): pass", vars(module))
+                raise module.Stranger("of the old school")
+            case "no text":
+                raise ValueError("a file called \udcff")
+            case "caused":
+                outer = ValueError("outer")
+                outer.add_note("in the second epoch")
+                raise outer from KeyError("inner")
+
+    @concurrent
+    def thorn_beside(self, kind: str) -> None:
+        self.thorn(kind)
+
+    def thorn_of(self, other: WorkerGroup[Thorny], kind: str) -> None:
+        other.on(0).thorn(kind).wait(10)
 
 
 class Slow(Echo):

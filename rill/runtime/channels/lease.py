@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
-from rill.errors import RunError
+from rill.errors import RunError, in_words
 from rill.runtime.hub.messages import Ids, Item, Puts
 from rill.runtime.process import waits
 
@@ -173,4 +173,4 @@ def end_call(error: BaseException | None) -> None:
 
 def describe(error: BaseException) -> str:
     """For the count of failures; what only ends a wait (Ctrl-C, a cancelled task) is none."""
-    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
+    return in_words(error) if isinstance(error, Exception) else ""

@@ -9,6 +9,7 @@ A caller is any process: the driver, or a worker that was given a group.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import pickle
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rill.errors import WorkerError
+from rill.errors import WorkerError, in_words
 from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle, Outcome
 from rill.runtime.process.mailbox import Frames
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
 
 CALL, REPLY = b"call", b"reply"
+MAX_CAUSES = 20
+"""Of an exception, that travel with it."""
 
 
 class Call(msgspec.Struct, array_like=True, gc=False):
@@ -65,14 +68,8 @@ class Call(msgspec.Struct, array_like=True, gc=False):
         self._reply(context, pack_inline(wire.encode(value)))
 
     def fail(self, context: RuntimeContext, error: BaseException) -> None:
-        """Send an exception: its text and traceback always, the object itself where it can travel."""
-        text = f"{type(error).__name__}: {error}"
-        trace = "".join(traceback.format_exception(error))
-        try:
-            encoded = wire.encode((text, trace, error))
-            wire.decode(encoded.header, encoded.buffers)  # some exceptions pickle but do not unpickle
-        except Exception:  # noqa: BLE001  boundary: user exceptions may fail in any way
-            encoded = wire.encode((text, trace, None))
+        """Send an exception: its text and traceback always, the object itself and its causes where they can travel."""
+        encoded = wire.encode((in_words(error), _trace_of(error), _chain_of(error)))
         self._reply(context, pack_inline(encoded), is_error=True)
 
     def _reply(self, context: RuntimeContext, payload: Frames, *, is_error: bool = False) -> None:
@@ -162,14 +159,43 @@ class Calls:
         self._drop_if_done(answer.call_id, handle)
 
     def _read_error(self, payload: Frames, sender: str, target: WorkerAddress) -> WorkerError:
-        message, remote_traceback, cause = self._parcels.unpack(payload, sender)
+        message, remote_traceback, chain = self._parcels.unpack(payload, sender)
         error = WorkerError(message, group=target.group, rank=target.rank, remote_traceback=remote_traceback)
-        error.__cause__ = cause
+        caused: BaseException = error
+        with contextlib.suppress(Exception):  # boundary: a class that is not known here, or cannot be rebuilt
+            for header, buffers in chain:
+                caused.__cause__ = cause = wire.decode(header, buffers)
+                caused = cause
         return error
 
     def _drop_if_done(self, call_id: int, handle: Handle) -> None:
         if handle.done():
             self._pending.pop(call_id, None)
+
+
+def _trace_of(error: BaseException) -> str:
+    """As Python prints it, but for the causes that a WorkerError came with: its own text has them."""
+    shown = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = shown
+    at: BaseException | None = error
+    while part is not None and at is not None:
+        if isinstance(at, WorkerError):
+            part.__cause__ = None
+        is_caused = part.__cause__ is not None
+        part, at = (part.__cause__, at.__cause__) if is_caused else (part.__context__, at.__context__)
+    return "".join(shown.format()).encode("utf-8", "replace").decode()
+
+
+def _chain_of(error: BaseException) -> list[tuple[bytes, list[bytes]]]:
+    """The exception and its causes, each by itself, up to the first that cannot travel."""
+    chain: list[tuple[bytes, list[bytes]]] = []
+    at: BaseException | None = error
+    with contextlib.suppress(Exception):  # boundary: exceptions of users may fail in any way
+        while at is not None and len(chain) < MAX_CAUSES:
+            encoded = wire.encode(at)
+            chain.append((encoded.header, [bytes(buffer) for buffer in encoded.buffers]))
+            at = at.__cause__
+    return chain
 
 
 _NOTHING = wire.encode(None)

@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rill.errors import UserError
+from rill.errors import UserError, in_words
 from rill.runtime import context as runtime_context
 from rill.runtime.address import Site, WorkerAddress
 from rill.runtime.channel import settle_call
@@ -158,7 +158,7 @@ class WorkerProcess:
             (cls,), kwargs = self.context.parcels.unpack(call.payload, call.sender)
             self._worker = build(cls, self._spec, kwargs)
         except BaseException as error:
-            self._init_error = f"{type(error).__name__}: {error}"
+            self._init_error = in_words(error)
             raise
         finally:
             self._has_tried.set()  # @concurrent calls wait for it
