@@ -1,16 +1,74 @@
-"""The deadline of a turn or a tool's call: `with Deadline(seconds): await …`, or TimeoutError.
+"""Deadlines around user code.
 
-What asyncio.timeout does, at a fraction of its cost: the calls of thousands of episodes share one timer per event loop,
-which looks at all of them every TICK_S. A deadline is noticed that much late at most.
+    with Deadline(seconds): await …       of a turn or a tool's call: in the same task, or TimeoutError
+    await within(seconds, begun(f))     of an episode, a session, a reward: in a task of its own, or Late
+
+Deadline does what asyncio.timeout does, at a fraction of its cost: the calls of thousands of episodes share one timer
+per event loop, which looks at all of them every TICK_S. A deadline is noticed that much late at most.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
+from rill.envs.places import described, place_of_task
+
+T = TypeVar("T")
 TICK_S = 0.05
+
+
+class Late(Exception):
+    """Something was not finished in its time."""
+
+
+class Quit(Exception):
+    """User code ended as only a program should, by sys.exit(), or with a cancellation that nobody asked for."""
+
+
+def is_own(error: BaseException, num_cancels: int = 0) -> bool:
+    """Whether user code has raised this by itself. A cancellation comes from elsewhere where the running task has been
+    cancelled more often than `num_cancels` times."""
+    if not isinstance(error, asyncio.CancelledError):
+        return not isinstance(error, GeneratorExit)
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() <= num_cancels
+
+
+async def contained(function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """What user code returns. sys.exit() and the like are a Quit: in a task of their own they would end the loop."""
+    try:
+        return await function(*args)
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise Quit(described(error)) from error
+
+
+def begun(function: Callable[..., Awaitable[T]], *args: Any) -> asyncio.Task[T]:
+    """User code in a task of its own, for `within`."""
+    return asyncio.ensure_future(contained(function, *args))
+
+
+async def within(timeout_s: float, task: asyncio.Task[T], *, grace_s: float = 5.0) -> T:
+    """The result, or Late. One that does not heed its cancellation is left behind."""
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=grace_s)
+        raise
+    if done:
+        try:
+            return task.result()
+        except asyncio.CancelledError as error:
+            raise Quit(described(error)) from error
+    place = place_of_task(task)
+    task.cancel()
+    await asyncio.wait({task}, timeout=grace_s)
+    raise Late(f"not finished within {timeout_s:g} s{f', waits in {place}' if place else ''}")
 
 
 class Deadline:

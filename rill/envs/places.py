@@ -25,8 +25,16 @@ _NOT_THE_USERS = tuple(
 def described(error: BaseException) -> str:
     """The error in one line, with the user's place in the code where there is one."""
     place = place_of(error.__traceback__)
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"{text} ({place})" if place else text
+    return f"{named(error)} ({place})" if place else named(error)
+
+
+def named(error: BaseException) -> str:
+    """The error's type and what it says, where it can say it."""
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001  boundary: a user's exception may break while it is written
+        said = ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def place_of(traceback: TracebackType | None) -> str | None:

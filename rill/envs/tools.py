@@ -10,6 +10,8 @@ colours removed, cut where it is too long.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
 import json
 import re
@@ -20,7 +22,8 @@ from typing import Any, get_type_hints
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from rill.envs.deadline import Deadline
+from rill.envs.deadline import Deadline, is_own
+from rill.envs.places import named
 from rill.envs.threads import in_thread
 from rill.errors import ConfigError
 
@@ -50,13 +53,14 @@ def as_tool(function: Tool | Callable[..., Any], *, once: bool = False) -> Tool:
     """A tool from a function, plain or async. Its docstring is what the model is told of it."""
     if isinstance(function, Tool):
         return function
-    name = getattr(function, "__name__", type(function).__name__)
+    name = getattr(_written(function), "__name__", type(function).__name__)
     arguments, schema, description, is_async = _signature(function, name)
 
     async def call(given: Mapping[str, Any]) -> Any:
         checked = arguments.__pydantic_validator__.validate_python(given)
         values = {field: checked.__dict__[field] for field in checked.__pydantic_fields_set__}
-        return await (function(**values) if is_async else in_thread(function, **values))
+        result = function(**values) if is_async else await in_thread(function, **values)
+        return await result if inspect.isawaitable(result) else result
 
     return Tool(name=name, description=description, parameters=schema, call=call, is_once=once)
 
@@ -78,7 +82,7 @@ async def run_tool(
     """The result as the model reads it, and whether the call succeeded. `arguments`: as the model wrote them, in JSON,
     or as values."""
     if tool is None:
-        return f"{ERROR}there is no tool {name!r}", False
+        return shown(f"{ERROR}there is no tool {name!r}", max_chars), False
     try:
         given: Any = arguments
         if isinstance(arguments, str):
@@ -86,24 +90,27 @@ async def run_tool(
         if type(given) is not dict and not isinstance(given, Mapping):
             raise ValueError("not a JSON object")
     except (ValueError, RecursionError) as error:
-        return f"{ERROR}the arguments of {name} are not valid JSON: {error}", False
-    deadline = Deadline(timeout_s)
+        return shown(f"{ERROR}the arguments of {name} are not valid JSON: {error}", max_chars), False
+    deadline, task = Deadline(timeout_s), asyncio.current_task()
+    num_cancels = task.cancelling() if task is not None else 0
     try:
         with deadline:
             return shown(await tool.call(given), max_chars), True
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         return shown(f"{ERROR}{name}: {wrong}", max_chars), False
-    except Exception as error:  # noqa: BLE001  boundary: a tool is a user's code; the model is told what it raised
+    except BaseException as error:
+        if not is_own(error, num_cancels):
+            raise
         if deadline.is_expired:
             return f"{ERROR}{name} took longer than {timeout_s:g} s", False
-        return shown(f"{ERROR}{type(error).__name__}: {error}", max_chars), False
+        return shown(f"{ERROR}{named(error)}", max_chars), False
 
 
 def shown(value: Any, max_chars: int) -> str:
     """What the model reads of a value."""
-    if isinstance(value, bytes):
-        value = value[: 4 * max_chars].decode("utf-8", "replace")
+    if isinstance(value, bytes | bytearray | memoryview):
+        value = bytes(value).decode("utf-8", "replace")
     elif not isinstance(value, str):
         try:
             value = _as_json(value)
@@ -122,30 +129,41 @@ def shown(value: Any, max_chars: int) -> str:
 _as_json = json.JSONEncoder(ensure_ascii=False, default=str).encode
 _Signature = tuple[type[BaseModel], dict[str, Any], str, bool]
 _known: dict[Any, tuple[Any, _Signature]] = {}
-"""By code: a function that is written inside `run` is a new object in every episode, with the same signature."""
+"""By code: a function that is written inside `run` is a new object in every episode, mostly with the same signature."""
+_DECIDES = ("__name__", "__defaults__", "__kwdefaults__", "__annotations__", "__doc__")
+"""Beside the code."""
 
 
 def _signature(function: Callable[..., Any], name: str) -> _Signature:
     """What checks the arguments, their JSON schema, what the model is told of the tool, and whether it is async."""
-    code, defaults = getattr(function, "__code__", None), getattr(function, "__defaults__", None)
+    inner = inspect.unwrap(function)
+    code = (getattr(function, "__code__", None), getattr(inner, "__code__", None))
+    facts = [inspect.ismethod(function), *(getattr(inner, name, None) for name in _DECIDES)]
     known = _known.get(code)
-    if known is not None and known[0] == defaults:
+    if known is not None and known[0] == facts:
         return known[1]
     model = _make_arguments_model(function, name)
     schema = model.model_json_schema()
     for part in (schema, *schema.get("properties", {}).values()):
         part.pop("title", None)
     schema = {**schema, "properties": schema.get("properties", {})}
-    about = inspect.cleandoc(function.__doc__ or "")
+    about = inspect.cleandoc(_written(function).__doc__ or "")
     signature = (model, schema, about, inspect.iscoroutinefunction(function))
-    if code is not None:
-        _known[code] = (defaults, signature)
+    if None not in code:
+        _known[code] = (facts, signature)
     return signature
 
 
+def _written(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.func if isinstance(function, functools.partial) else function
+
+
 def _make_arguments_model(function: Callable[..., Any], name: str) -> type[BaseModel]:
+    written = _written(function)
+    if not inspect.isroutine(written) and not isinstance(written, type):
+        written = type(written).__call__
     try:
-        hints = get_type_hints(function, include_extras=True)
+        hints = get_type_hints(written, include_extras=True)
     except NameError:  # names that exist only where the function was written
         hints = {}
     fields: dict[str, Any] = {}

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import asyncio
+import functools
+import sys
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -91,3 +94,106 @@ async def test_a_tool_that_stops_iterating_or_times_out_by_itself_is_only_an_err
 
     assert await called(stops, "{}") == ("error: RuntimeError: StopIteration: x", False)
     assert await called(late, "{}") == ("error: TimeoutError: the shop is closed", False)
+
+
+async def test_a_tool_that_quits_or_is_cancelled_by_itself_is_only_an_error() -> None:
+    def quits() -> None:
+        sys.exit(3)
+
+    async def quits_too() -> None:
+        raise KeyboardInterrupt
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError("by a client")
+
+    assert await called(quits, "{}") == ("error: SystemExit: 3", False)
+    assert await called(quits_too, "{}") == ("error: KeyboardInterrupt", False)
+    assert await called(cancelled, "{}") == ("error: CancelledError: by a client", False)
+
+
+async def test_a_call_that_is_cancelled_from_outside_is_cancelled() -> None:
+    async def waits() -> None:
+        await asyncio.sleep(60)
+
+    call = asyncio.ensure_future(called(waits, "{}"))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+async def test_an_exception_that_cannot_be_written_is_named() -> None:
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("response")
+
+    def fails() -> None:
+        raise Broken
+
+    assert await called(fails, "{}") == ("error: Broken", False)
+
+
+async def test_what_the_model_is_told_of_a_wrong_call_is_short_too() -> None:
+    assert len((await run_tool(None, "x" * 10_000, "{}", timeout_s=1, max_chars=100))[0]) < 200
+    tool = as_tool(search)
+    assert len((await run_tool(tool, "x" * 10_000, "{", timeout_s=1, max_chars=100))[0]) < 200
+
+
+def test_bytes_of_every_kind_are_text_and_their_length_is_told() -> None:
+    assert shown(bytearray(b"abc"), 100) == shown(memoryview(b"abc"), 100) == "abc"
+    assert shown(b"x" * 1_000, 10) == "x" * 10 + "… (cut: 1000 characters)"
+
+
+def test_functions_of_one_decorator_have_signatures_of_their_own() -> None:
+    def counted(function: Any) -> Any:
+        @functools.wraps(function)
+        async def wrapper(*args: Any, **named: Any) -> Any:
+            return await function(*args, **named)
+
+        return wrapper
+
+    @counted
+    async def add(a: int, b: int) -> int:
+        """Add."""
+        return a + b
+
+    @counted
+    async def look(query: str) -> str:
+        """Look."""
+        return query
+
+    assert set(as_tool(add).parameters["properties"]) == {"a", "b"}
+    assert set(as_tool(look).parameters["properties"]) == {"query"}
+    assert as_tool(look).description == "Look."
+
+
+def test_what_differs_from_episode_to_episode_is_not_that_of_the_first() -> None:
+    tools = []
+    for names in (["a"], ["b"]):
+
+        def choose(name: Any, *, best: str = names[0]) -> str:
+            return str(name)
+
+        choose.__annotations__["name"] = Literal[tuple(names)]
+        choose.__doc__ = f"One of {names}."
+        tools.append(as_tool(choose))
+    assert [tool.parameters["properties"]["name"]["const"] for tool in tools] == ["a", "b"]
+    assert [tool.parameters["properties"]["best"]["default"] for tool in tools] == ["a", "b"]
+    assert [tool.description for tool in tools] == ["One of ['a'].", "One of ['b']."]
+
+
+async def test_an_object_a_partial_and_a_function_that_gives_a_coroutine_are_tools() -> None:
+    class Doubling:
+        """Twice a number."""
+
+        async def __call__(self, number: int) -> int:
+            return 2 * number
+
+    async def power(number: int, exponent: int) -> int:
+        return int(number**exponent)
+
+    for tool in (Doubling(), functools.partial(power, exponent=1), lambda number: power(number, 1)):
+        result, is_ok = await called(tool, '{"number": 3}')
+        assert is_ok and result in ("3", "6")
+    assert as_tool(Doubling()).parameters["properties"]["number"] == {"type": "integer"}
+    assert as_tool(functools.partial(power, exponent=2)).name == "power"
