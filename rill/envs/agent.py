@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from rill.data.tool_calls import ToolCallStream
 from rill.envs.base import AgentConfig, Environment, Policy
 from rill.envs.conversation import Heard, Messages, Offer, Talk, Tools, as_message, key_of
-from rill.envs.deadline import Deadline
+from rill.envs.deadline import Deadline, is_own
 from rill.envs.events import EventLog
 from rill.envs.reply import Context, Reply
 from rill.envs.tokens import Node, TokenTree
 from rill.envs.tools import toolbox
-from rill.errors import DataError, TooLongError
+from rill.errors import DataError, RunError, TooLongError
 from rill.types import Message, Prompt, SamplingParams, StopReason, TokenIds
 
 if TYPE_CHECKING:
@@ -70,11 +70,16 @@ class Setting:
     interrupted: BaseException | None = None
 
     def interrupt(self, error: BaseException) -> None:
-        """End the episode from outside of its run(), as if this had been raised there."""
+        """End the episode with this, whatever its run() makes of it: there it is raised, or cancels."""
         if self.interrupted is None:
             self.interrupted = error
-            if self.running is not None:
+            if self.running is not None and self.running is not asyncio.current_task():
                 self.running.cancel()
+
+    def check(self) -> None:
+        """Raise what has ended the episode."""
+        if self.interrupted is not None:
+            raise self.interrupted
 
 
 class Agents(Mapping[str, "Agent"]):
@@ -246,6 +251,7 @@ class Agent:
 
     async def _complete(self, node: Node, sampling: SamplingParams) -> Completion:
         counts, limits = self.setting.counts, self.setting.environment.config.limits
+        self.setting.check()
         if limits.max_turns and counts.turns >= limits.max_turns:
             raise EpisodeOver(f"{limits.max_turns} turns")
         if limits.max_tokens:
@@ -255,7 +261,8 @@ class Agent:
             if left < sampling.max_new_tokens:
                 sampling = replace(sampling, max_new_tokens=left)
         counts.turns += 1
-        deadline = Deadline(limits.turn_timeout_s)
+        deadline, task = Deadline(limits.turn_timeout_s), asyncio.current_task()
+        num_cancels = task.cancelling() if task is not None else 0
         try:
             with deadline:
                 return await self.setting.policy.generate(
@@ -274,6 +281,10 @@ class Agent:
                 raise TurnTimeout(
                     f"agent {self.name}: no answer within {limits.turn_timeout_s:g} s"
                 ) from None
+            raise
+        except (asyncio.CancelledError, RunError) as error:
+            if is_own(error, num_cancels):  # a stopped or a failed engine
+                self.setting.interrupt(error)
             raise
 
     def _name(self, node: Node) -> str:

@@ -129,7 +129,7 @@ def main() -> None:
                     handle, value = make(setup)
                 else:
                     value = handle(request)
-            except Exception as error:  # noqa: BLE001  boundary: whatever it raises is told to the parent
+            except BaseException as error:  # noqa: BLE001  boundary: whatever it raises is told to the parent
                 is_users = isinstance(error, UserError)
                 raised = str(error) if is_users else described(error)
             signal.setitimer(signal.ITIMER_REAL, 0)

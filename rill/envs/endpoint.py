@@ -146,8 +146,7 @@ async def _say(agent: Agent, asked: Asked, kept: dict[str, list[dict[str, Any]]]
         raise _Refusal(504, str(late), "timeout") from None
     except UserError as error:
         raise _Refusal(400, str(error), "invalid_request_error") from None
-    except (asyncio.CancelledError, RunError) as error:  # put back, or a failed engine
-        agent.setting.interrupt(error)
+    except (asyncio.CancelledError, RunError):  # put back, or a failed engine
         raise _Refusal(503, "the episode was interrupted", "interrupted") from None
     answer = as_answer(agent.name, reply)
     if kept is not None:

@@ -13,15 +13,15 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from rill.envs.agent import Agents, EpisodeOver, Setting, TurnTimeout
 from rill.envs.base import Environment, Policy
+from rill.envs.deadline import Late, begun, within
 from rill.envs.events import MISSING, EventLog, MemoryLog
-from rill.envs.places import described, place_of_task
+from rill.envs.places import described, named
 from rill.envs.rewards.base import as_score
 from rill.envs.rewards.runner import RewardRunner, Score
 from rill.errors import InvalidSampleError, RunError, TooLongError
@@ -78,8 +78,11 @@ async def run_episode(
         agents.close()
     if outcome.failure is None:
         _take_returned(agents, outcome)
+    _check_metrics(agents, outcome)
     names = {"group_id": group_id, "prompt_id": prompt.id}
-    samples = _samples(agents, prompt, episode_id, names, setting.counts.is_cut_off)
+    if not any(agent.tree.nodes for agent in agents.values()):
+        _show_prompt(agents, prompt, outcome)
+    samples = _samples(agents, episode_id, names, setting.counts.is_cut_off)
     if outcome.failure is None:
         await _score(environment, prompt, agents, samples, outcome)
     elif outcome.error is not None:
@@ -108,9 +111,9 @@ async def _play(environment: Environment, prompt: Prompt, agents: Agents, outcom
     if type(environment).session is Environment.session:
         await _run(environment, prompt, agents, outcome)
         return
-    session = environment.session(prompt)
     try:
-        agents.session = await _within(limits.setup_timeout_s, session.__aenter__())
+        session = environment.session(prompt)
+        agents.session = await within(limits.setup_timeout_s, begun(session.__aenter__))
     except Exception as error:  # noqa: BLE001  boundary: an environment is a user's code and may raise anything
         _raise_if_ours(error)
         outcome.fail(Failure.SETUP, f"set-up: {described(error)}")
@@ -130,23 +133,32 @@ async def _run(
 ) -> Exception | None:
     """Environment.run; what it raised, where that is the episode's own failure."""
     limits, setting = environment.config.limits, agents.setting
-    setting.running = asyncio.ensure_future(environment.run(prompt, agents))
+    setting.running = begun(environment.run, prompt, agents)
     try:
-        outcome.returned = await _within(
+        outcome.returned = await within(
             limits.episode_timeout_s, setting.running, grace_s=limits.teardown_timeout_s
         )
-    except BaseException as error:  # noqa: BLE001  boundary, as above; what is not the episode's own is raised again
-        if setting.interrupted is None and isinstance(error, EpisodeOver):
-            setting.counts.is_cut_off = True
-            return None
-        if setting.interrupted is None and isinstance(error, Exception):
-            _raise_if_ours(error)
-            _blame(error, outcome)
-            return error
-        raise setting.interrupted or error from None
-    if setting.interrupted is not None:
-        raise setting.interrupted
-    return None
+    except Exception as raised:  # noqa: BLE001  boundary, as above
+        error = None if setting.interrupted is not None else _cause(raised)
+    except asyncio.CancelledError as cancelled:
+        raise setting.interrupted or cancelled from None
+    else:
+        error = None
+    setting.check()
+    if isinstance(error, EpisodeOver):
+        setting.counts.is_cut_off = True
+        return None
+    if error is not None:
+        _raise_if_ours(error)
+        _blame(error, outcome)
+    return error
+
+
+def _cause(error: Exception) -> Exception:
+    """Of what failed side by side: a budget that was used up counts where nothing else went wrong."""
+    while isinstance(error, ExceptionGroup):
+        error = next((e for e in error.exceptions if not isinstance(e, EpisodeOver)), error.exceptions[0])
+    return error
 
 
 async def _tear_down(
@@ -154,7 +166,7 @@ async def _tear_down(
 ) -> None:
     """A session that cannot be given back costs nothing but a line in the log: the episode is over."""
     try:
-        await _within(timeout_s, session.__aexit__(type(error) if error else None, error, None))
+        await within(timeout_s, begun(session.__aexit__, type(error) if error else None, error, None))
     except Exception as raised:  # noqa: BLE001  boundary: a user's clean-up may raise anything
         if raised is not error:
             _log("teardown", described(raised))
@@ -162,7 +174,7 @@ async def _tear_down(
 
 def _blame(error: Exception, outcome: _Outcome) -> None:
     match error:
-        case _Late() | TurnTimeout():
+        case Late() | TurnTimeout():
             outcome.fail(Failure.TIMEOUT, f"environment: {error}")
         case TooLongError():
             outcome.fail(Failure.TOO_LONG, str(error))
@@ -176,27 +188,6 @@ def _raise_if_ours(error: Exception) -> None:
         raise error
 
 
-class _Late(Exception):
-    """Something was not finished in its time."""
-
-
-async def _within(timeout_s: float, work: Awaitable[Any], *, grace_s: float = 5.0) -> Any:
-    """The result, or _Late. In a task of its own: one that does not heed its cancellation is left behind."""
-    task = asyncio.ensure_future(work)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=timeout_s)
-    except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.wait({task}, timeout=grace_s)
-        raise
-    if done:
-        return task.result()
-    place = place_of_task(task)
-    task.cancel()
-    await asyncio.wait({task}, timeout=grace_s)
-    raise _Late(f"not finished within {timeout_s:g} s{f', waits in {place}' if place else ''}")
-
-
 # --- rewards and samples -----------------------------------------------------------------------------------
 
 
@@ -206,11 +197,20 @@ def _take_returned(agents: Agents, outcome: _Outcome) -> None:
         return
     try:
         agents.first.reward(as_score(outcome.returned))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  boundary: a number of the user's own may raise anything
+        kind = type(outcome.returned).__name__
         outcome.fail(
-            Failure.REWARD,
-            f"the environment's run() returned {outcome.returned!r:.80} as the reward: {error}",
+            Failure.REWARD, f"the environment's run() returned a {kind} as the reward: {named(error)}"
         )
+
+
+def _check_metrics(agents: Agents, outcome: _Outcome) -> None:
+    given, agents.metrics = agents.metrics, {}
+    for name, value in given.items():
+        try:
+            agents.metrics[str(name)] = float(value)
+        except Exception as error:  # noqa: BLE001  boundary, as above
+            outcome.fail(Failure.ENVIRONMENT, f"agents.metrics[{name!r}] is no number: {named(error)}")
 
 
 async def _score(
@@ -253,14 +253,22 @@ async def _scored_once(rewards: RewardRunner, prompt: Prompt, sample: Trajectory
     return score
 
 
-def _samples(
-    agents: Agents, prompt: Prompt, episode_id: str, names: dict[str, str], is_cut_off: bool
-) -> dict[str, list[Trajectory]]:
-    """By agent. An episode in which nobody was asked still has its prompt."""
-    if not any(agent.tree.nodes for agent in agents.values()):
-        encoder = agents.setting.environment.encoder
+def _show_prompt(agents: Agents, prompt: Prompt, outcome: _Outcome) -> None:
+    """An episode in which nobody was asked still has its prompt, or the name of one that cannot be written."""
+    encoder, tree = agents.setting.environment.encoder, agents.policy.tree
+    try:
         ids = encoder.encode(prompt)
-        agents.policy.tree.grow(ids, encoder.pictures_in(prompt.messages, ids))
+        tree.grow(ids, encoder.pictures_in(prompt.messages, ids))
+    except Exception as error:  # noqa: BLE001  boundary: a chat template and pictures are the user's
+        if outcome.failure is None:
+            outcome.fail(Failure.ENVIRONMENT, f"prompt: {described(error)}")
+        tree.grow(encoder.encode_text(prompt.id, special=False))
+
+
+def _samples(
+    agents: Agents, episode_id: str, names: dict[str, str], is_cut_off: bool
+) -> dict[str, list[Trajectory]]:
+    """By agent."""
     trees = {name: agent for name, agent in agents.items() if agent.tree.nodes}
     made: dict[str, list[Trajectory]] = {}
     for name, agent in trees.items():

@@ -92,6 +92,7 @@ class Reply:
             result, is_ok = await run_tool(
                 tool, name, arguments, timeout_s=limits.tool_timeout_s, max_chars=limits.max_result_chars
             )
+            self._setting.check()  # of a tool that asks an agent: what a stopped engine made of it is no result
             log.record(key, {"result": result, "ok": is_ok})
         counts.tool_errors += not is_ok
         self.node.metadata.setdefault("tools", []).append({"name": name, "ok": is_ok})

@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ import pytest
 
 from rill.envs.agent import Agents
 from rill.envs.base import Environment
+from rill.envs.events import MemoryLog
+from rill.envs.rewards.base import Isolation
 from rill.envs.rewards.runner import Score
+from rill.envs.sandbox.base import SandboxError
 from rill.errors import EngineError, TooLongError
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import Failure, Message, Prompt, SamplingParams, StopReason
@@ -136,17 +140,134 @@ class TestFailures:
         episode = await self.fails(playing(run))
         assert episode.failure is Failure.REWARD
 
-    async def test_a_failed_engine_and_a_cancelled_episode_pass(self) -> None:
+    async def test_a_failed_engine_passes(self) -> None:
         async def broken(task: Prompt, agents: Agents) -> None:
             raise EngineError("out of memory")
 
-        async def cancelled(task: Prompt, agents: Agents) -> None:
-            raise asyncio.CancelledError
-
         with pytest.raises(EngineError):
             await play(playing(broken), Scripted())
+
+    @pytest.mark.parametrize("error", [asyncio.CancelledError("stopped"), EngineError("out of memory")])
+    @pytest.mark.parametrize("how", ["asks", "swallows", "in a group", "in a tool"])
+    async def test_a_stopped_or_failed_engine_ends_the_episode_whatever_is_made_of_it(
+        self, error: BaseException, how: str
+    ) -> None:
+        class Gone(Scripted):
+            async def generate(self, *_: Any, **__: Any) -> Any:
+                raise error
+
+        async def run(task: Prompt, agents: Agents) -> float:
+            async def ask() -> str:
+                return (await agents.policy.generate(task)).text
+
+            match how:
+                case "asks":
+                    await ask()
+                case "swallows":
+                    with contextlib.suppress(BaseException):
+                        await ask()
+                case "in a group":
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(ask())
+                        group.create_task(asyncio.sleep(60))
+                case _:
+                    first = await agents["first"].generate(task, max_new_tokens=1)
+                    await first.call(ask)
+            return 1.0
+
+        class Late(Gone):
+            async def generate(self, *given: Any, **named: Any) -> Any:
+                is_first = named["name"].startswith("first")
+                return await (Scripted.generate if is_first else Gone.generate)(self, *given, **named)
+
+        log = MemoryLog()
+        with pytest.raises(type(error)):
+            await play(playing(run), Late("x"), log=log)
+        assert log.events == {}, "what a tool said of it is no result"
+
+    @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("x"), asyncio.CancelledError("mine")])
+    @pytest.mark.parametrize("place", ["run", "setup", "reward"])
+    async def test_what_ends_a_program_ends_the_episode_alone(self, error: BaseException, place: str) -> None:
+        async def quits(*_: Any) -> float:
+            raise error
+
+        async def run(task: Prompt, agents: Agents) -> float:
+            await agents.policy.generate(task)
+            return await quits()
+
+        match place:
+            case "setup":
+                env: Environment = Session(setup=quits)
+            case "reward":
+                env = environment()
+                env.rewards.rewards[0] = SimpleNamespace(isolation=Isolation.ASYNC, score=quits)  # type: ignore
+            case _:
+                env = playing(run)
+        episode = await self.fails(env)
+        assert type(error).__name__ in episode.error and str(error) in episode.error
+        assert f"test_episode.py:{quits.__code__.co_firstlineno + 1} in quits" in episode.error
+
+    async def test_an_episode_that_is_cancelled_from_outside_is_cancelled(self) -> None:
+        async def run(task: Prompt, agents: Agents) -> None:
+            await asyncio.sleep(60)
+
+        episode = asyncio.ensure_future(play(playing(run), Scripted()))
+        await asyncio.sleep(0.01)
+        episode.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await play(playing(cancelled), Scripted())
+            await episode
+
+    async def test_an_exception_that_cannot_be_written_is_named(self) -> None:
+        class Broken(Exception):
+            def __str__(self) -> str:
+                raise AttributeError("response")
+
+        async def run(task: Prompt, agents: Agents) -> None:
+            raise Broken
+
+        assert "Broken" in (await self.fails(playing(run))).error
+
+    async def test_a_sandbox_that_breaks_costs_its_episode(self) -> None:
+        async def run(task: Prompt, agents: Agents) -> None:
+            raise SandboxError("the session has ended")
+
+        assert (await self.fails(playing(run))).failure is Failure.ENVIRONMENT
+
+    @pytest.mark.parametrize("value", [10**400, np.zeros(2), "0.5"])
+    async def test_a_number_that_is_none_fails_the_episode(self, value: object) -> None:
+        async def run(task: Prompt, agents: Agents) -> Any:
+            await agents.policy.generate(task)
+            return value
+
+        assert (await self.fails(playing(run))).failure is Failure.REWARD
+
+    @pytest.mark.parametrize("is_broken", [False, True])
+    async def test_a_metric_that_is_no_number_fails_the_episode(self, is_broken: bool) -> None:
+        async def run(task: Prompt, agents: Agents) -> float:
+            await agents.policy.generate(task)
+            given: dict[str, Any] = {"bad": None, "good": np.float32(2.0)}
+            agents.metrics.update(given)
+            if is_broken:
+                raise ValueError
+            return 1.0
+
+        episode = await self.fails(playing(run))
+        assert "agents.metrics['bad']" in episode.error
+        assert episode.metrics["good"] == 2.0 and "bad" not in episode.metrics
+
+    async def test_a_prompt_that_the_template_refuses_costs_its_episode(self) -> None:
+        prompt = Prompt(id="row 7", messages=(Message(role="user", content="?"),))
+        episode = await play(environment(chat_template="{{ raise_exception('no') }}"), Scripted(), prompt)
+        assert episode.failure is Failure.ENVIRONMENT and "template refuses" in str(episode.error)
+        assert episode.samples[0].num_tokens > 0 and not episode.samples[0].loss_mask.any()
+
+    async def test_a_run_that_is_no_coroutine_costs_its_episode(self) -> None:
+        class Plain(Environment):
+            def run(self, task: Prompt, agents: Agents) -> float:  # type: ignore[override]
+                return 1.0
+
+        env = Plain(Environment.Config.model_validate({"type": "x:Plain"}), build_char_tokenizer())
+        assert (await self.fails(env)).failure is Failure.ENVIRONMENT
 
 
 class TestBudgets:
@@ -162,6 +283,16 @@ class TestBudgets:
         episode = await play(playing(self.forever, limits={"max_turns": 3}), policy)
         assert episode.failure is None and episode.reward == 0.0 and len(policy.seen) == 3
         assert episode.samples[0].is_truncated and episode.samples[0].loss_mask.sum() == 6
+
+    async def test_of_agents_that_talk_side_by_side(self) -> None:
+        async def run(task: Prompt, agents: Agents) -> float:
+            async with asyncio.TaskGroup() as group:
+                for name in "ab":
+                    group.create_task(agents[name].generate(task))
+            return 1.0
+
+        episode = await play(playing(run, limits={"max_turns": 1}), Scripted(*["x"] * 9))
+        assert episode.failure is None and episode.samples[0].is_truncated
 
     async def test_of_tokens(self) -> None:
         policy = Scripted(*["x"] * 9)

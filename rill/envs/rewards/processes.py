@@ -14,6 +14,7 @@ from typing import Any
 
 from rill.envs.child import START_S, Child, ChildRaisedError
 from rill.envs.rewards.base import REWARDS, as_score
+from rill.errors import RunError
 
 MAX_PROCESSES = 64
 """At work at a time, slow ones included."""
@@ -34,10 +35,10 @@ class RewardProcesses:
     def score(self, index: int, arguments: Any, timeout_s: float) -> float:
         """Blocks for at most the start of a process plus timeout_s, and for a place where MAX_PROCESSES are at work.
 
-        Raises TimeoutError, ChildRaisedError or ChildDiedError.
+        Raises TimeoutError, ChildRaisedError or ChildDiedError, and RunError where there was no place.
         """
         if not self._places.acquire(timeout=START_S + timeout_s):
-            raise TimeoutError(f"all {MAX_PROCESSES} reward processes are busy")
+            raise RunError(f"all {MAX_PROCESSES} reward processes are busy")
         try:
             child = self._child()
             try:

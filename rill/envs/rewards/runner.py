@@ -27,6 +27,7 @@ from pydantic import Field
 
 from rill.config import Config, PartConfig
 from rill.envs.child import ChildDiedError, ChildRaisedError
+from rill.envs.deadline import Late, begun, is_own, within
 from rill.envs.places import described
 from rill.envs.rewards.base import REWARDS, Isolation, Reward, as_score
 from rill.envs.rewards.mix import Term, flatten
@@ -117,9 +118,11 @@ class RewardRunner:
             value = as_score(await self._run(index, (prompt, text, trajectory)))
             if not math.isfinite(value):
                 raise ValueError(f"the score is {value}")
-        except Exception as error:  # noqa: BLE001  boundary: rewards are user code; their failures are data
+        except BaseException as error:
+            if not is_own(error):
+                raise
             match error:
-                case TimeoutError():
+                case Late():
                     message = f"no score within {self._timeout_s(index):g} s"
                 case ChildRaisedError():
                     message = str(error)  # described in the process that raised it
@@ -142,9 +145,9 @@ class RewardRunner:
                 case Isolation.ASYNC:
                     awaitable = reward.score(*arguments)
                     assert isinstance(awaitable, Awaitable)
-                    return await asyncio.wait_for(awaitable, timeout_s)
+                    return await within(timeout_s, begun(lambda: awaitable))
                 case Isolation.THREAD:
-                    answer = await asyncio.wait_for(in_thread(reward.score, *arguments), timeout_s)
+                    answer: float = await within(timeout_s, begun(in_thread, reward.score, *arguments))
                     assert not isinstance(answer, Awaitable)
                     return answer
                 case _:
@@ -159,7 +162,10 @@ class RewardRunner:
             await asyncio.wait({score}, timeout=PATIENCE_S)
         finally:
             cores.release()
-        return await score
+        try:
+            return await score
+        except TimeoutError as error:
+            raise Late from error
 
     def _timeout_s(self, index: int) -> float:
         return self.terms[index].config.timeout_s or self.config.timeout_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rill.errors import RunError
+from rill.errors import RillError
 from rill.registry import Registry
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class Result:
         return (self.stdout + self.stderr).decode("utf-8", "replace")
 
 
-class SandboxError(RunError):
-    """A session that ended, or does what no session should."""
+class SandboxError(RillError):
+    """A session that ended, or does what no session should: what runs in it is to blame, and not the run."""
 
 
 async def open_sandbox(
