@@ -10,7 +10,6 @@ take an engine's time, nor the lock of its interpreter.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -23,6 +22,7 @@ from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.runtime.worker import Worker
 from rill.workers.episodes import Episodes, EpisodeSettings
+from rill.workers.event_loop import EventLoop
 from rill.workers.records import Answers, Flows
 
 
@@ -48,9 +48,11 @@ class EnvWorker(Worker):
         name = f"{self.group_name}-{self.rank}"
         self.journal = settings.open_journal(name)
         self.episodes = Episodes(settings, name, self.journal)
+        self.loop = EventLoop()
         self._answers: Answers[Completion] | None = None
 
     def close(self) -> None:
+        self.loop.close()
         self.episodes.close()
         if self.journal is not None:
             self.journal.close()
@@ -66,7 +68,7 @@ class EnvWorker(Worker):
             self._answers = Answers(answers[self.rank], _under_own_name)
         training = RemoteEngines(requests, self._answers, self.rank, is_training=True)
         evaluation = RemoteEngines(requests, self._answers, self.rank, is_training=False)
-        return asyncio.run(self.episodes.run(flows, training, evaluation, epoch))
+        return self.loop.run(self.episodes.run(flows, training, evaluation, epoch))
 
 
 class RemoteEngines(NamedTuple):

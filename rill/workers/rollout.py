@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from rill.weights import Pulled, Receiver, SealedManifest, open_receiver, seated
 from rill.workers.config import SyncConfig
 from rill.workers.env_worker import Question, Refused
 from rill.workers.episodes import Episodes, EpisodeSettings
+from rill.workers.event_loop import EventLoop
 from rill.workers.records import Flows
 
 LOCK_S = 0.0005
@@ -114,12 +115,12 @@ class RolloutWorker(Worker):
             tokenizer = self.episodes.tokenizer if self.episodes else load_tokenizer(settings.model)
             self.logged = LoggedEngine(self.gate, self.journal, decode=tokenizer.decode)
         self._updating = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """Of the call that lasts for an epoch."""
+        self.loop = EventLoop()
         # In a thread: what the signal interrupts may hold a lock that `notice` needs.
         signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=self.notice, args=(0.0,)).start())
 
     def close(self) -> None:
+        self.loop.close()
         if self.episodes is not None:
             self.episodes.close()
         if self.journal is not None:
@@ -143,21 +144,17 @@ class RolloutWorker(Worker):
         """Until this epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         assert self.episodes is not None, "this worker's environments are elsewhere"
         with self.device_lock(flows.tasks, flows.samples):
-            return asyncio.run(self._epoch(self.episodes.run(flows, self.logged, self.gate, epoch)))
+            return self.loop.run(self.episodes.run(flows, self.logged, self.gate, epoch))
 
     def serve(self, requests: Channel, answers: tuple[Channel, ...], epoch: int) -> int:
         """Until this epoch of the requests ends and all are answered; returns how many there were."""
         with self.device_lock(requests, *answers):
-            return asyncio.run(self._epoch(self._serve(requests.of_epoch(epoch), answers)))
+            return self.loop.run(self._serve(requests.of_epoch(epoch), answers))
 
     def notice(self, notice_s: float) -> None:
         """Put down what was sampled and end this process. On the event loop, where there is one: until the end nobody
         acts on answers that were cut off here."""
-        loop = self._loop
-        if loop is None:
-            self._go()
-        else:
-            loop.call_soon_threadsafe(self._go)
+        self.loop.call(self._go)
 
     def _go(self) -> None:
         self.gate.stop(EVERY_EPOCH)
@@ -165,13 +162,6 @@ class RolloutWorker(Worker):
             self.journal.close()
         trace.flush()
         os._exit(LEFT_CODE)
-
-    async def _epoch(self, work: Coroutine[Any, Any, int]) -> int:
-        self._loop = asyncio.get_running_loop()
-        try:
-            return await work
-        finally:
-            self._loop = None
 
     @concurrent
     def stop(self, epoch: int) -> None:

@@ -1,7 +1,4 @@
-"""One value per event loop: semaphores, connections and futures must not be shared between loops.
-
-A rollout worker scores on two loops at once (generation and evaluation), each in its own thread.
-"""
+"""One value per event loop: semaphores, connections and futures must not be shared between loops."""
 
 from __future__ import annotations
 
