@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from rill.errors import PlanError
 
 ARROW = " -> "
@@ -78,19 +80,20 @@ class Graph:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], where: str = "graph") -> Graph:
-        if unknown := values.keys() - {"batch", "nodes", "edges", "syncs"}:
-            raise PlanError(f"{where}: unknown {sorted(unknown)}; a graph has batch, nodes, edges and syncs")
+        try:
+            written = msgspec.convert(values, _Written)
+        except msgspec.ValidationError as error:
+            raise PlanError(f"{where}: {error}; a graph has batch, nodes, edges and syncs") from None
         return cls(
-            nodes=tuple(Node(name=str(name)) for name in values.get("nodes", ())),
+            nodes=tuple(Node(name=name) for name in written.nodes),
             edges=tuple(
-                Edge(source=s, target=t, bytes_per_item=float(size))
-                for (s, t), size in _arrows(values.get("edges", {}), where)
+                Edge(source=s, target=t, bytes_per_item=size)
+                for (s, t), size in _arrows(written.edges, where)
             ),
             syncs=tuple(
-                Sync(source=s, target=t, bytes=float(size))
-                for (s, t), size in _arrows(values.get("syncs", {}), where)
+                Sync(source=s, target=t, bytes=size) for (s, t), size in _arrows(written.syncs, where)
             ),
-            batch=int(values.get("batch", 1)),
+            batch=written.batch,
         )
 
     def values(self) -> dict[str, Any]:
@@ -172,7 +175,16 @@ class Graph:
         return [side for side in sides if side not in (0, part)]
 
 
-def _arrows(table: Mapping[str, Any], where: str) -> Iterator[tuple[tuple[str, str], Any]]:
+class _Written(msgspec.Struct, forbid_unknown_fields=True):
+    """A graph as it stands in a profile."""
+
+    nodes: list[str] = []
+    edges: dict[str, float] = {}
+    syncs: dict[str, float] = {}
+    batch: int = 1
+
+
+def _arrows(table: Mapping[str, float], where: str) -> Iterator[tuple[tuple[str, str], float]]:
     for key, size in table.items():
         source, arrow, target = key.partition(ARROW)
         if not arrow:

@@ -116,7 +116,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
             plan = msgspec.convert(values, cls, strict=False)
-        except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        except (OSError, ValueError) as error:  # msgspec's and TOML's are ValueErrors
             raise PlanError(f"cannot read the plan {path}: {error}") from None
         plan.validate()
         return plan

@@ -109,9 +109,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
             profile = msgspec.convert(values, cls, strict=False)
-        except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+            profile.traced_graph()
+        except (OSError, ValueError, PlanError) as error:  # msgspec's and TOML's are ValueErrors
             raise PlanError(f"cannot read the profile {path}: {error}") from None
         for name, worker in profile.workers.items():
+            if not worker.options:
+                raise PlanError(f"{path}: {name} has no options: nothing was measured of it")
             for label, points in worker.options.items():
                 _check_points(f"{path}: {name}.{label}", points)
         return profile
@@ -207,6 +210,9 @@ def _check_points(where: str, points: Points) -> None:
         )
     if points.parallel < 1 or min(points.replicas) < 1:
         raise PlanError(f"{where}: parallel and replicas count from 1")
+    measured = (*points.seconds, *points.memory_bytes)
+    if min(points.items) <= 0 or min(measured) < 0 or not all(map(math.isfinite, (*points.items, *measured))):
+        raise PlanError(f"{where}: items are above 0, seconds and memory_bytes from 0")
 
 
 def _merged_worker(mine: WorkerProfile, its: WorkerProfile) -> WorkerProfile:

@@ -92,10 +92,9 @@ def find_profile(
         stem += "-" + "-".join(pinned)  # it was not measured elsewhere
     file = folder / f"{stem}.toml"
     if file.exists() and not is_fresh:
-        stored = Profile.load(file)
-        wanted = {name: getattr(identity, name) for name in ("model", "machine", "version")}
         try:
-            stored.check(wanted)
+            stored = Profile.load(file)
+            stored.check({name: getattr(identity, name) for name in ("model", "machine", "version")})
         except PlanError as error:
             say(f"{file} is not of this machine and version, so it is measured again ({error})")
         else:

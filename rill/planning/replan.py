@@ -183,19 +183,19 @@ class Replanner:
         files = [run.path / name for name in (PLAN_TOML, PROFILE_TOML)]
         if config.loop.max_lag > 0 or not all(file.exists() for file in files):
             return None
-        plan, profile = Plan.load(files[0]), Profile.load(files[1])
-        if any(getattr(config.placement, n, ids) != ids for n, ids in placement_of(plan).items()):
-            log.warning("the recipe places groups elsewhere than %s: the plan is not followed", files[0])
-            return None
         mine = identity_of(config, len(devices), "")
         try:
+            plan, profile = Plan.load(files[0]), Profile.load(files[1])
+            if any(getattr(config.placement, n, ids) != ids for n, ids in placement_of(plan).items()):
+                raise PlanError(f"the recipe places groups elsewhere than {files[0]}")
             profile.check({name: getattr(mine, name) for name in ("model", "machine", "version")})
+            pins = {name: placed.ids for name, placed in plan.workers.items() if placed.pinned}
+            problem = replace(problem_of(config, {}, profile, devices), pins=pins)
+            tree = price(problem, plan.tree(problem.graph)).tree
         except PlanError as error:
             log.warning("the run does not replan: %s", error)
             return None
-        pins = {name: placed.ids for name, placed in plan.workers.items() if placed.pinned}
-        problem = replace(problem_of(config, {}, profile, devices), pins=pins)
-        return cls(config, plan, profile, problem, price(problem, plan.tree(problem.graph)).tree)
+        return cls(config, plan, profile, problem, tree)
 
     def after_step(self, steering: Steering, report: Report) -> None:
         now_s = time.time()

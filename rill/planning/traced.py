@@ -40,6 +40,8 @@ MAX_KEPT = 4000
 
 _ADMIT = ("controller", "driver")
 """Groups that hand out work and do none."""
+_OF_CHUNK = {"of", "chunk", "groups"}
+"""Attributes without which a chunk's span says nothing: other versions of rill wrote such."""
 _NOT_WORK = ("wait for devices", "onload", "offload")
 
 
@@ -375,7 +377,7 @@ def _chunks(step: StepTimes, events: Sequence[Event]) -> list[tuple[int, float]]
     batch passes a group twice (PPO's actor: scored, then trained on), a chunk has its share of both."""
     inside = [e for e in events if step.began_s <= e.at_ns / 1e9 <= step.ended_s]
     found: dict[tuple[str, str], tuple[int, float]] = {}
-    for span in (e for e in inside if e.name == CHUNK):
+    for span in (e for e in inside if e.name == CHUNK and e.attributes.keys() >= _OF_CHUNK):
         idle_ns = sum(
             e.duration_ns
             for e in inside

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rill.errors import UserError
 from rill.telemetry.jsonl import encode_line, read_lines
@@ -32,9 +34,6 @@ class Event:
     lane: str = ""
     value: float = 0.0
     attributes: dict[str, Any] = field(default_factory=dict)
-
-
-_FIELDS = frozenset(field.name for field in fields(Event)) - {"process"}
 
 
 def read_trace(run_dir: Path | str) -> Iterator[Event]:
@@ -81,11 +80,12 @@ def _read_process(path: Path) -> Iterator[Event]:
         if kind == "process":  # a resumed run appends to the same file: its earlier life's spans ended there
             yield from _ended_at(still_open, last_ns)
             still_open.clear()
-            process = record["process"]
+            process = str(record.get("process", process))
             continue
-        if not {"name"} <= record.keys() <= _FIELDS:
+        try:
+            event = msgspec.convert({**record, "process": process}, Event)
+        except msgspec.ValidationError:  # damaged, or of a version of rill that wrote others
             continue
-        event = Event(process=process, **record)
         last_ns = max(last_ns, event.at_ns + event.duration_ns)
         key = (event.name, event.lane, event.at_ns)
         if kind == "open":

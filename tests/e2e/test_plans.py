@@ -17,10 +17,10 @@ from rill.cli.main import app
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.errors import PlanError
-from rill.planning.pilot import Report, Steering
+from rill.planning.pilot import Pilot, Report, Steering
 from rill.planning.plan import Plan
 from rill.planning.profile import Points, Profile, WorkerProfile
-from rill.planning.profiler import schedule
+from rill.planning.profiler import find_profile, schedule
 from rill.planning.recipe import (
     check_follows,
     devices_of,
@@ -153,6 +153,43 @@ def test_no_plan_has_chunks_smaller_than_were_measured() -> None:
     config = resolved(RECIPE, [*THREE, "loop.prompts_per_step=16"])
     measured = profile(config, {"rollout": 1.0, "reference": 1.0, "actor": 1.0}, smallest=4)
     assert problem_of(config, {}, measured, devices_of(config)).levels == (16, 8, 4)
+
+
+def test_a_stored_profile_of_another_shape_is_measured_again(tmp_path: Path) -> None:
+    config = resolved(RECIPE, THREE)
+    devices = devices_of(config)
+    said: list[str] = []
+
+    def start(config: RLConfig, run: Run, pilot: Pilot) -> None:
+        raise PlanError("it is measured")
+
+    file = tmp_path / "profiles" / f"grpo-{identity_of(config, 3, '').workload}-3xcpu.toml"
+    file.parent.mkdir()
+    for text in ('[identity]\nmodel = "m"\n', "\x00", "[identity]\nhardware = 'H100'\n[points]\n"):
+        file.write_text(text)
+        with pytest.raises(PlanError, match="it is measured"):
+            find_profile(config, {}, devices, root=tmp_path, start=start, say=said.append)
+    assert sum("measured again" in line for line in said) == 3, said
+
+
+@pytest.mark.parametrize("file", ["plan.toml", "profile.toml"])
+def test_a_run_whose_plan_or_profile_is_of_another_shape_goes_on_without_replanning(
+    file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = resolved(RECIPE, THREE)
+    known = profile(config, {"rollout": 1.0, "reference": 0.1, "actor": 0.5})
+    problem = problem_of(config, {}, known, devices_of(config))
+    found = search(problem)
+    plan = Plan.of(problem, found)
+    followed, _ = recipe_with(plan, *THREE)
+    run = Run.create("old", root=tmp_path)
+    leave_in(run.path, plan, problem=problem, found=found, profile=known)
+    assert Replanner.of(followed, run, devices_of(followed)) is not None
+    two = devices_of(resolved(RECIPE, ["cluster.devices=2"]))
+    assert Replanner.of(followed, run, two) is None, "a machine with fewer devices"
+    (run.path / file).write_text("shape = 'another'\n")
+    assert Replanner.of(followed, run, devices_of(followed)) is None
+    assert "the run does not replan: cannot read the" in caplog.text
 
 
 # --- whole runs -------------------------------------------------------------------------------------------

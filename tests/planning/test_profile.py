@@ -98,10 +98,15 @@ def test_the_fullest_replica_is_not_counted_twice() -> None:
         (profile().dumps().replace("streams", "dreams"), "dreams"),
         (profile().dumps().replace("replicas = [1, 1, 1]", "replicas = [1]"), "one length"),
         (profile().dumps().replace("replicas = [1, 1, 1]", "replicas = [0, 1, 1]"), "count from 1"),
+        (profile().dumps().replace("items = [8.0", "items = [0.0"), r"rollout\.gpu1: items are above 0"),
+        (profile().dumps().replace("seconds = [2.0", "seconds = [nan"), "seconds and memory_bytes from 0"),
+        (profile().dumps() + '[graph]\nnodes = "rollout"\n', "the profile's graph: Expected `array`"),
+        (profile().dumps().partition("[workers.rollout.options")[0] + "options = {}\n", "no options"),
+        ("model = 'caf\xe9'", "cannot read the profile .*utf-8"),
     ],
 )
 def test_a_damaged_profile_is_refused(text: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "p.toml").write_text(text)
+    (tmp_path / "p.toml").write_text(text, encoding="latin-1")
     with pytest.raises(PlanError, match=words):
         Profile.load(tmp_path / "p.toml")
 

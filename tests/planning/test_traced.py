@@ -127,6 +127,17 @@ def test_points_are_steps_of_engines_and_chunks_of_stages(tmp_path: Path) -> Non
     assert workers["rollout"].streams and not workers["actor"].streams
 
 
+def test_spans_of_a_version_that_wrote_others_are_passed_over(tmp_path: Path) -> None:
+    run = Run.create("old", root=tmp_path)
+    written(run, 3)
+    path = run.trace_dir / "actor[0].jsonl"
+    old = {"kind": "span", "name": "chunk", "lane": "actor[0]", "at_ns": 15 * S, "duration_ns": S}
+    damaged = [{**old, "at_ns": "soon"}, {**old, "attributes": 3}, {"kind": "process", "at_ns": 0}]
+    path.write_bytes(path.read_bytes() + b"".join(encode_line(record) for record in [old, *damaged]))
+    workers = profiled_workers(run, [c for n in range(3) for c in grpo_step(10.0 * n)], kind="gpu")
+    assert workers["actor"].options["gpu1"].seconds == pytest.approx((1.5, 1.5))
+
+
 def test_a_group_that_the_batch_passes_twice_needs_the_seconds_of_both(tmp_path: Path) -> None:
     run = Run.create("small", root=tmp_path)
     written(run, 2, scored_s=(0.2, 0.3))
