@@ -29,6 +29,7 @@ KIN = (frozenset({"jsonl", "parquet", "folder", "hub"}),)
 PLACES = frozenset({"path", "name", "subset", "split"})
 
 _KEY_PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]+"|'[^']+'""")
+_OVERRIDE = re.compile(rf"\s*((?:{_KEY_PART.pattern})(?:\.(?:{_KEY_PART.pattern}))*)\s*=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,9 @@ class _Layer:
                 below = lower[key] = {"type": below}
                 if dotted in self.provenance:
                     self.provenance[f"{dotted}.type"] = self.provenance.pop(dotted)
+            if isinstance(below, dict) and isinstance(value, str):
+                value = {"type": value}
+                source = {f"{k}.type" if k == dotted else k: at for k, at in source.items()}
             if isinstance(below, dict) and isinstance(value, dict):
                 if not _changes_type(below, value):
                     self._merge(below, value, source, f"{dotted}.")
@@ -100,8 +104,6 @@ class _Layer:
                 source = {**self._provenance_of(dotted, kept), **source}
                 self._note_dropped(dotted, below, value, kept)
                 value = {**kept, **value}
-            elif isinstance(below, dict) and isinstance(value, str) and below.get("type", value) != value:
-                self._note_dropped(dotted, below, {"type": value}, {})
             for old in [k for k in self.provenance if _is_inside(k, dotted)]:
                 del self.provenance[old]
             lower[key] = value
@@ -204,21 +206,21 @@ def _explain_toml(message: str, text: str) -> str:
 
 
 def _parse_overrides(overrides: Sequence[str]) -> _Layer:
-    """All overrides as one layer, so that `engine.type=vllm engine.dtype=bfloat16` works in either order."""
+    """All overrides as one layer: what several say of one table adds up, in whatever order they stand."""
     layer = _Layer({}, {})
     for override in overrides:
         path, value = parse_override(override)
-        inner = layer.values
+        keys = dict.fromkeys(_set_keys(value, ".".join(path)), COMMAND_LINE)
+        below: Any = layer.values
         for depth, part in enumerate(path[:-1], start=1):
-            below = inner.setdefault(part, {})
-            if not isinstance(below, dict):
-                before = ".".join(path[:depth])
+            below = below.get(part, {}) if isinstance(below, dict) else {}
+            if not isinstance(below, dict | str):
                 raise ConfigError(
-                    f"command line: {override!r} goes into {before}, which was just set to {below!r}"
+                    f"command line: {override!r} goes into {'.'.join(path[:depth])}, which was just set to {below!r}"
                 )
-            inner = below
-        inner[path[-1]] = value
-        layer.provenance.update(dict.fromkeys(_set_keys(value, ".".join(path)), COMMAND_LINE))
+        for part in reversed(path):
+            value = {part: value}
+        layer.put_over(_Layer(value, keys))
     return layer
 
 
@@ -234,11 +236,11 @@ def _set_keys(value: Any, dotted: str) -> Iterator[str]:
 
 def parse_override(override: str) -> tuple[list[str], Any]:
     """`a.b=VALUE` → (["a", "b"], value). VALUE is TOML; a word that is not may go without quotes."""
-    key, equals, text = override.partition("=")
-    parts = _KEY_PART.findall(key)
-    if not equals or not parts or ".".join(parts) != key.strip():
+    found = _OVERRIDE.fullmatch(override)
+    if found is None:
         raise ConfigError(f"command line: {override!r} is not KEY=VALUE, such as loop.steps=20")
-    return [part.strip("\"'") for part in parts], _parse_value(override, text.strip())
+    parts = [part.strip("\"'") for part in _KEY_PART.findall(found[1])]
+    return parts, _parse_value(override, found[2].strip())
 
 
 def _parse_value(override: str, text: str) -> Any:

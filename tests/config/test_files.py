@@ -156,6 +156,7 @@ def test_a_part_given_by_its_name_alone_takes_further_keys(tmp_path: Path) -> No
         ("a=[1, 'two']", ["a"], [1, "two"]),
         ("a={ b = 1 }", ["a"], {"b": 1}),
         ('a."b.c"=1', ["a", "b.c"], 1),
+        ('a."b=c"=1', ["a", "b=c"], 1),
         ("a=1\nb = 2", ["a"], "1\nb = 2"),
     ],
 )
@@ -172,6 +173,43 @@ def test_what_is_no_override_is_refused(override: str) -> None:
 def test_a_list_that_does_not_end_is_no_bare_word() -> None:
     with pytest.raises(ConfigError, match="not valid TOML"):
         parse_override("a=[1, 2")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loop={ steps = 6 }", "loop.max_lag=1"],
+        ["loop.max_lag=1", "loop={ steps = 6 }"],
+        ["loop={ max_lag = 1 }", "loop={ steps = 6 }"],
+    ],
+)
+def test_what_overrides_say_of_one_table_adds_up(overrides: list[str], tmp_path: Path) -> None:
+    loaded = load_recipe(write(tmp_path / "r.toml", "[loop]\nsteps = 1\nkeep = 2\n"), overrides)
+    assert loaded.values == {"loop": {"steps": 6, "max_lag": 1, "keep": 2}}
+    given = {key for key, at in loaded.provenance.items() if at == COMMAND_LINE}
+    assert given == {"loop.steps", "loop.max_lag"}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["engine=vllm", "engine.dtype=bfloat16"],
+        ["engine.dtype=bfloat16", "engine=vllm"],
+        ["engine.dtype=bfloat16", "engine={type='vllm'}"],
+    ],
+)
+def test_a_part_by_its_name_alone_and_a_key_of_it_go_together(overrides: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "[engine]\ntype = 'native'\nblock_size = 16\n")
+    loaded = load_recipe(path, overrides)
+    assert loaded.values == {"engine": {"type": "vllm", "dtype": "bfloat16"}}
+    assert loaded.provenance["engine.type"] == loaded.provenance["engine.dtype"] == COMMAND_LINE
+
+
+def test_a_part_that_is_named_again_keeps_its_settings(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "[engine]\ntype = 'native'\nblock_size = 16\n")
+    loaded = load_recipe(path, ["engine=native"])
+    assert loaded.values == {"engine": {"type": "native", "block_size": 16}}
+    assert loaded.provenance["engine.type"] == COMMAND_LINE and loaded.dropped == ()
 
 
 def test_overrides_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
