@@ -16,7 +16,7 @@ class RecipeFile:
     name: str
     path: Path
     description: str
-    """The first comment of the file."""
+    """The first paragraph of the file's first comment."""
 
 
 def recipe_folders() -> list[Path]:
@@ -67,10 +67,13 @@ def find_include(name: str, including: Path) -> Path:
 
 
 def _first_comment(path: Path) -> str:
+    """Its first paragraph, in one line; an indented line, a command say, ends it too."""
+    words: list[str] = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            if line.startswith("#"):
-                return line.lstrip("#").strip()
-            if line.strip():
+            text = line.removeprefix("#").strip()
+            if line.startswith("#") and text and not (words and line.startswith("#  ")):
+                words.append(text)
+            elif words or line.strip():
                 break
-    return ""
+    return " ".join(words)

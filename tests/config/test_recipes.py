@@ -30,6 +30,18 @@ def test_the_first_comment_is_the_description(own_recipes: Path) -> None:
     assert described["silent"] == ""
 
 
+def test_a_description_of_several_lines_is_shown_whole_and_ends_with_its_paragraph(own_recipes: Path) -> None:
+    for name, more in (
+        ("long", "#\n# Details.\n"),
+        ("told", "#   rill train told\n"),
+        ("closed", "x = 1\n# y\n"),
+    ):
+        (own_recipes / f"{name}.toml").write_text(f"# It learns to name\n# the colour of a shape.\n{more}")
+    described = {recipe.name: recipe.description for recipe in list_recipes()}
+    for name in ("long", "told", "closed"):
+        assert described[name] == "It learns to name the colour of a shape."
+
+
 def test_an_unknown_name_suggests_the_nearest(own_recipes: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'mine'"):
         find_recipe("mime")
