@@ -240,9 +240,7 @@ def _summarise(
         say(
             f"{'guards':<14} {len(findings)} finding{'' if len(findings) == 1 else 's'}, told above and in the report"
         )
-    rows = read_metrics(run.path)
-    trained = history_of(row for row in rows if row.step > 0)  # not the warm-up's
-    for line in curve_lines({name: values for name, values in history_of(rows).items() if name in trained}):
+    for line in curve_lines(history_of(read_metrics(run.path))):
         say(line)
     for when, sample in zip(("at first", "now"), then_and_now(run), strict=False):
         say(f"{when:<14} {sample.line()}")

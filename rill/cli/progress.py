@@ -19,7 +19,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 from rich.columns import Columns
@@ -29,8 +29,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rill.telemetry.metrics import MetricRow, figures_of_training, mean
+
 if TYPE_CHECKING:
-    from rill.telemetry.metrics import MetricRow
     from rill.workflows.loop import StepReport
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -102,7 +103,7 @@ class Progress:
     def observe(self, report: StepReport) -> None:
         if self._pace is None or self._pace[0] != report.phase:
             self._pace = (report.phase, report.step, self._clock())
-            self._latest = {}  # a warm-up's figures say nothing once RL has begun
+            self._latest, self._history = {}, {}  # a warm-up's figures say nothing once RL has begun
         self._report = report
         self._latest.update(report.metrics)
         for name, _, _ in CURVES:
@@ -159,9 +160,8 @@ class Progress:
         for name, label, form in curves_of(self._latest):
             if name in self._latest:
                 values = self._history[name]
-                table.add_row(
-                    label, form.format(values[-1]), spark(values, width), f"from {form.format(values[0])}"
-                )
+                first, last = _ends(values)
+                table.add_row(label, form.format(last), spark(values, width), f"from {form.format(first)}")
         return table
 
     def _states(self) -> list[Text]:
@@ -197,21 +197,19 @@ def plain_line(report: StepReport) -> str:
     return f"{report.phase} {report.step}/{report.num_steps}  {_written(figures, report.metrics)}"
 
 
-def history_of(rows: Iterable[MetricRow]) -> dict[str, list[float]]:
-    """Every figure over the run, those of before a resume too."""
-    history: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.values.items():
-            history.setdefault(name, []).append(value)
-    return history
+def history_of(rows: Sequence[MetricRow]) -> dict[str, list[float]]:
+    """Every figure of training over the run, those of before a resume too."""
+    return {
+        name: [row.values[name] for row in rows if name in row.values] for name in figures_of_training(rows)
+    }
 
 
 def curve_lines(history: Mapping[str, list[float]]) -> list[str]:
     """The main figures from first to last, one line each, aligned."""
     return [
-        f"{label:<14} {form.format(values[0]):>7} → {form.format(values[-1]):<7} {spark(values)}"
+        f"{label:<14} {form.format(ends[0]):>7} → {form.format(ends[1]):<7} {spark(values)}"
         for name, label, form in curves_of(history)
-        if (values := history.get(name))
+        if (values := history.get(name)) and (ends := _ends(values))
     ]
 
 
@@ -222,11 +220,17 @@ def spark(values: list[float], width: int = CURVE_WIDTH) -> str:
         return ""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        values = [mean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((v - low) * scale)] if math.isfinite(v) else " " for v in values)
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the last that are numbers, where there are any."""
+    finite = [value for value in values if math.isfinite(value)] or values
+    return finite[0], finite[-1]
 
 
 def _written(figures: tuple[Figure, ...], values: Mapping[str, float], between: str = "  ") -> str:

@@ -6,6 +6,7 @@ no font, and follows the reader's light or dark theme.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from xml.sax.saxutils import escape
 
 from rill.dashboard.metric_columns import thinned
 from rill.errors import UserError
-from rill.telemetry.metrics import MetricRow, read_metrics
+from rill.telemetry.metrics import MetricRow, figures_of_training, read_metrics
 from rill.telemetry.run import Run, write_atomically
 
 DRAWN = (
@@ -55,11 +56,11 @@ def write_curves(run: Run, target: Path) -> Path:
 def curves_of(rows: Sequence[MetricRow]) -> list[tuple[str, Points]]:
     """(title, points) of those with more than one; long ones are averaged, both ends stay as they are."""
     curves: list[tuple[str, Points]] = []
-    known = {name for row in rows for name in row.values}
+    known = figures_of_training(rows)
     sets = sorted(name for name in known if re.fullmatch(r"eval/[^/]+/accuracy", name))
     for name, title in (DRAWN[0], *((n, f"accuracy, {n.split('/')[1]}") for n in sets), *DRAWN[1:]):
-        points = [(row.step, row.values[name]) for row in rows if name in row.values]
-        if len(points) > 1:
+        points = [(row.step, y) for row in rows if math.isfinite(y := row.values.get(name, math.nan))]
+        if name in known and len(points) > 1:
             inner = zip(*thinned([x for x, _ in points[1:-1]], [y for _, y in points[1:-1]], MAX_POINTS - 2))
             curves.append((title, [points[0], *inner, points[-1]]))
     return curves[:MAX_PANELS]

@@ -5,13 +5,14 @@ One per run in the server. A resumed run's rewinds are followed; a file that was
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rill.dashboard.log_reader import head_of, new_blocks, size_of
-from rill.telemetry.metrics import METRICS_FILE
+from rill.telemetry.metrics import METRICS_FILE, mean
 
 MAX_POINTS = 4000
 """A longer curve is averaged down to so many points."""
@@ -58,10 +59,9 @@ class MetricColumns:
         self._head = head_of(self.path, self._read_to)
 
     def last(self, name: str) -> float | None:
-        """Of the latest step that has it."""
-        return next(
-            (self._rows[s][name] for s in sorted(self._rows, reverse=True) if name in self._rows[s]), None
-        )
+        """Of the latest step that has it as a number: the loss of a step that was skipped is none."""
+        values = (self._rows[step].get(name, math.nan) for step in sorted(self._rows, reverse=True))
+        return next(filter(math.isfinite, values), None)
 
     @property
     def steps(self) -> list[int]:
@@ -116,7 +116,7 @@ def thinned(x: list[int], y: list[float], most: int = MAX_POINTS) -> tuple[list[
         return list(map(float, x)), y
     edges = [round(i * len(x) / most) for i in range(most + 1)]
     spans = list(zip(edges, edges[1:], strict=False))
-    return ([float(x[(a + b - 1) // 2]) for a, b in spans], [sum(y[a:b]) / (b - a) for a, b in spans])
+    return ([float(x[(a + b - 1) // 2]) for a, b in spans], [mean(y[a:b]) for a, b in spans])
 
 
 def written(value: float) -> float | None:

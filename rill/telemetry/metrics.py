@@ -7,6 +7,7 @@ it is written. One process of a run owns its MetricLog.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,3 +95,16 @@ def read_metrics(run_dir: Path | str) -> list[MetricRow]:
         )
         row.values.update(values)
     return [rows[step] for step in sorted(rows)]
+
+
+def figures_of_training(rows: Sequence[MetricRow]) -> set[str]:
+    """Names of those that steps have. A warm-up's, which counts up to 0, are its own: until RL has begun they are all
+    there is."""
+    steps = [row for row in rows if row.step > 0] or rows
+    return {name for row in steps for name in row.values}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of those that are numbers, which the loss of a step that was skipped is not."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan

@@ -8,7 +8,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from rill.cli.progress import Progress, curve_lines, duration, plain_line, spark
+from rill.cli.progress import Progress, curve_lines, duration, history_of, plain_line, spark
+from rill.telemetry.metrics import MetricRow
 from rill.workflows.loop import StepReport
 
 
@@ -49,6 +50,25 @@ def test_a_curve_rises_from_the_lowest_bar_to_the_highest() -> None:
     assert spark([1.0, 1.0]) == "▁▁"
     assert spark([0.0, float("nan"), 1.0, float("inf")]) == "▁ █ " and spark([float("nan")]) == " "
     assert len(spark([float(i) for i in range(1000)], width=20)) == 20
+    assert spark([0.0, float("nan"), 1.0, 1.0], width=2) == "▁█", "one step that was skipped leaves no gap"
+
+
+def test_a_loss_of_the_warm_up_or_of_a_skipped_step_is_not_the_runs() -> None:
+    nan = float("nan")
+    steps = [(-1, {"sft/loss": 0.9}), (0, {"sft/loss": 0.3}), (0, {"eval/accuracy": 0.2})]
+    warm_up = [MetricRow(step=step, time_s=0.0, values=values) for step, values in steps]
+    assert curve_lines(history_of(warm_up[:2]))[0].startswith("loss            0.9000 → 0.3000")
+    rl = [*warm_up, MetricRow(step=1, time_s=0.0, values={"reward/mean": 0.5, "eval/accuracy": 0.4})]
+    assert [line.split("  ")[0] for line in curve_lines(history_of(rl))] == ["reward", "held-out"]
+    assert "20.0% → 40.0%" in curve_lines(history_of(rl))[1]
+    losses = [nan, 0.5, 0.25, nan]
+    sft = [MetricRow(step=n + 1, time_s=0.0, values={"sft/loss": loss}) for n, loss in enumerate(losses)]
+    assert curve_lines(history_of(sft)) == ["loss            0.5000 → 0.2500   █▁ "]
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    with Progress(console, clock=lambda: 0.0) as progress:
+        for row in sft:
+            progress.observe(StepReport(step=row.step, num_steps=4, metrics=row.values))
+    assert "0.2500" in drawn(console) and "nan" not in drawn(console).splitlines()[-3]
 
 
 def drawn(console: Console) -> str:
