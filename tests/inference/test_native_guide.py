@@ -96,6 +96,9 @@ def test_a_grammar_that_is_wrong_is_refused_before_anything_is_queued(engine: Na
         (GuideKind.REGEX, "(("),
         (GuideKind.JSON_SCHEMA, "{"),
         (GuideKind.GRAMMAR, "start: nobody"),
+        (GuideKind.GRAMMAR, "root ::= ("),
+        (GuideKind.GRAMMAR, ""),
+        (GuideKind.CHOICE, "3"),
     ]:
         with pytest.raises(RequestError, match=kind):
             engine.submit([request("bad", Guide(kind=kind, text=text))])

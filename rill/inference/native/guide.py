@@ -64,7 +64,7 @@ class Guides:
                 self._known = _tokenizer_of(library, self._tokenizer, sorted(self._eos_ids))
         try:
             matcher = library.LLMatcher(self._known, _grammar(library, guide), log_level=0)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # boundary: llguidance's refusals share no base class
             raise RequestError(f"{who}: {guide.kind}: {error}") from error
         if matcher.is_error():
             raise RequestError(f"{who}: {guide.kind}: {matcher.get_error()}")
