@@ -58,7 +58,10 @@ class JsonlDataset(RowDataset):
             self._file.seek(int(self._lines[number, 0]))
             line = self._file.readline().rstrip(b"\r\n")
         try:
-            return json.loads(line)
+            row = json.loads(line.decode("utf-8"))
+            if b"\\ud" in line.lower():
+                json.dumps(row, ensure_ascii=False).encode()
+            return row
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{self.where(number)}, column {error.colno}: not JSON: {error.msg}: {line[:60]!r}"
@@ -67,6 +70,14 @@ class JsonlDataset(RowDataset):
             raise DataError(
                 f"{self.where(number)}: not UTF-8 at byte {error.start + 1} of the line: save the file as UTF-8"
             ) from None
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise DataError(f"{self.where(number)}: {half!r} is half a character, not text") from None
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # a number of thousands of digits, thousands of brackets
+            raise DataError(f"{self.where(number)}: cannot be read: {error}") from None
 
     def _scan(self) -> npt.NDArray[np.int64]:
         found, position = array("q"), 0

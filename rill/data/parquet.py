@@ -59,7 +59,10 @@ class ParquetDataset(RowDataset):
 
     def row(self, number: int) -> Any:
         file = self._file_of(number)
-        return self._readers(file).row(number - self._starts[file])
+        try:
+            return self._readers(file).row(number - self._starts[file])
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where(number)}: text that is not UTF-8: {error.object!r:.80}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_readers"}

@@ -28,7 +28,7 @@ def read_parts(parts: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[bytes, ..
                 pictures.append(read_url(url))
                 content += PICTURE
             case _:
-                kind = str(part.get("type"))[:64]
+                kind = str(part.get("type") if isinstance(part, Mapping) else type(part).__name__)[:64]
                 raise DataError(
                     f"a content part of type {kind!r} is not supported: give {{type: text, text}} or "
                     "{type: image_url, image_url: {url}}"

@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from rill.data.base import DatasetConfig, Split, check_template, content_key, frozen, place_of
 from rill.data.index import RowIndex
 from rill.data.pictures import read_parts
-from rill.errors import DataError
+from rill.errors import DataError, UserError
 from rill.types import Message, Prompt
 
 QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query")
@@ -148,9 +148,13 @@ def _from_preference(row: dict[str, Any], config: RowConfig, where: str, row_id:
     (before, chosen), (also_before, rejected) = talks
     if before != also_before:
         raise DataError(f"{where}: `chosen` and `rejected` must differ in their last message only")
+    if chosen == rejected:
+        raise DataError(f"{where}: `chosen` and `rejected` are the same")
     rest = {key: value for key, value in row.items() if key not in (CHOSEN, REJECTED)}
     if before:
-        rest["messages"] = [{"role": m.role, "content": m.content} for m in before]
+        if before[-1].role == "assistant":
+            raise DataError(f"{where}: `chosen` ends with two assistant messages")
+        rest["messages"] = list(before)
     prompt = prompt_from_row(rest, config, where=where, row_id=row_id)
     pair = {CHOSEN: chosen, REJECTED: rejected, MARGIN: _number(row, MARGIN, where) or 0.0}
     return replace(prompt, metadata={**prompt.metadata, **pair})
@@ -158,12 +162,21 @@ def _from_preference(row: dict[str, Any], config: RowConfig, where: str, row_id:
 
 def _reply(value: Any, where: str) -> tuple[tuple[Message, ...], str]:
     """(the conversation before it, the answer) of a text or of messages that end with the assistant's."""
+    if not value:
+        raise DataError(f"{where} is missing or empty")
     if isinstance(value, str):
         return (), value
     messages = parse_messages(value, where)
     if messages[-1].role != "assistant":
         raise DataError(f"{where} must end with an assistant message, got {messages[-1].role!r}")
-    return messages[:-1], messages[-1].content
+    return messages[:-1], _text(messages[-1], where)
+
+
+def _text(message: Message, where: str) -> str:
+    """Of an answer that is kept as text."""
+    if message.tool_calls or message.pictures or not message.content:
+        raise DataError(f"{where}: an answer must be text here, without tool calls or pictures")
+    return message.content
 
 
 def _from_messages(row: dict[str, Any], config: RowConfig, where: str, row_id: str) -> Prompt:
@@ -220,32 +233,50 @@ def _from_question(row: dict[str, Any], config: RowConfig, where: str, row_id: s
 def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: messages must be a list with at least one message")
-    messages = []
-    for k, item in enumerate(value):
-        if not isinstance(item, Mapping) or item.get("role") not in ROLES:
-            got = item.get("role") if isinstance(item, Mapping) else type(item).__name__
-            raise DataError(f"{where}: message {k} needs a role among {', '.join(ROLES)}, got {got!r}")
-        content, calls = item.get("content"), item.get("tool_calls") or ()
-        pictures: tuple[bytes, ...] = ()
-        if content is None and calls:
-            content = ""
+    return tuple(
+        item if isinstance(item, Message) else _message(item, f"{where}: message {k}")
+        for k, item in enumerate(value)
+    )
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, Mapping) or item.get("role") not in ROLES:
+        got = item.get("role") if isinstance(item, Mapping) else type(item).__name__
+        raise DataError(f"{where} needs a role among {', '.join(ROLES)}, got {got!r}")
+    where = f"{where} ({item['role']})"
+    content, calls = item.get("content"), item.get("tool_calls") or []
+    pictures: tuple[bytes, ...] = ()
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        raise DataError(f"{where}: `tool_calls` must be a list of {{function: {{name, arguments}}}}")
+    if content is None and calls:
+        content = ""
+    try:
         if isinstance(content, list):
             content, pictures = read_parts(content)
         if not isinstance(content, str):
-            raise DataError(
-                f"{where}: message {k} ({item['role']}) needs text content, got {type(content).__name__}"
-            )
-        messages.append(
-            Message(
-                role=item["role"],
-                content=content,
-                name=item.get("name"),
-                tool_calls=tuple(calls),
-                tool_call_id=item.get("tool_call_id"),
-                pictures=pictures,
-            )
+            raise DataError(f"needs text content, got {type(content).__name__}")
+        for name in ("name", "tool_call_id"):
+            if not isinstance(item.get(name), str | None):
+                raise DataError(f"`{name}` must be text, got {type(item[name]).__name__}")
+        return Message(
+            role=item["role"],
+            content=content,
+            name=item.get("name"),
+            tool_calls=tuple(calls),
+            tool_call_id=item.get("tool_call_id"),
+            pictures=pictures,
         )
-    return tuple(messages)
+    except UserError as error:
+        raise DataError(f"{where} {error}") from None
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return (
+        isinstance(function, Mapping)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments", {}), str | Mapping)
+    )
 
 
 def _answer(row: dict[str, Any], config: RowConfig, where: str) -> Any:
@@ -274,7 +305,7 @@ def _solution(row: dict[str, Any], config: RowConfig, where: str) -> str | None:
         messages = parse_messages(value, where)
         if len(messages) != 1 or messages[0].role != "assistant":
             raise DataError(f"{where}: a completion of messages must be one assistant message")
-        return messages[0].content
+        return _text(messages[0], where)
     if value is None and config.answer_after:
         value = row.get(config.answer or next((n for n in ANSWER_NAMES if row.get(n) is not None), ""))
     return value if isinstance(value, str) else None
@@ -311,7 +342,7 @@ def _number(row: Mapping[str, Any], name: str, where: str) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise DataError(f"{where}: `{name}` must be a number, got {value!r}")

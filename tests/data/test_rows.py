@@ -30,6 +30,16 @@ VERL = {
 }
 
 
+CALL = {"function": {"name": "f", "arguments": {}}}
+TEXT = {"type": "text", "text": "\ufffc"}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def calling(calls: Any) -> dict[str, Any]:
+    asked = {"role": "user", "content": "x"}
+    return {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": calls}]}
+
+
 def jsonl(folder: Path, rows: list[Any], **settings: Any) -> Dataset:
     path = folder / "rows.jsonl"
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
@@ -97,6 +107,23 @@ def test_messages_and_completions_become_sft_examples(tmp_path: Path) -> None:
         ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing is asked"),
         ({"prompt": "x", "reward_model": {"style": "rule"}}, "ground_truth"),
         ({"question": "x", "difficulty": "hard"}, "difficulty"),
+        ({"question": "x", "difficulty": 10**400}, "difficulty"),
+        ('{"question": ' + "9" * 5_000 + "}", "cannot be read: Exceeds the limit"),
+        ('{"question": ' + "[" * 100_000, "cannot be read: maximum recursion"),
+        ('{"question": "\\ud800"}', "half a character"),
+        ('{"question": "x", "answer": ["\\uDFFF"]}', "half a character"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "message 0 .user. a content part of type 'str'"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "type 'audio'"),
+        ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "`name` must be text, got int"),
+        ({"messages": [{"role": "user", "content": [TEXT, PICTURE]}]}, "has 1 pictures and 2 places"),
+        (calling(5), "message 1 .assistant.: `tool_calls` must be a list"),
+        (calling({"function": {"name": "f"}}), "`tool_calls` must be a list"),
+        (calling(["f"]), "`tool_calls` must be a list"),
+        (calling([{"function": "f"}]), "`tool_calls` must be a list"),
+        (calling([{"function": {"name": None}}]), "`tool_calls` must be a list"),
+        (calling([{"function": {"name": "f", "arguments": 5}}]), "`tool_calls` must be a list"),
+        ({"prompt": "x", "completion": []}, "at least one message"),
+        ({"prompt": "x", "completion": calling([CALL])["messages"][1:]}, "an answer must be text here"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: Any, says: str) -> None:
@@ -141,6 +168,16 @@ def test_parquet_files_and_folders_with_the_row_in_errors(tmp_path: Path) -> Non
     (tmp_path / "part-3.parquet").write_bytes(b"nonsense")
     with pytest.raises(DataError, match="part-3"):
         opened("parquet", path=str(tmp_path))
+
+
+def test_parquet_text_that_is_not_utf_8_is_named_by_file_and_row(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    raw = pyarrow.array([b"fine", b"\xff\xfe"], pyarrow.binary())
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, raw.buffers())
+    parquet.write_table(pyarrow.table({"question": broken}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="rows.parquet, row 2: text that is not UTF-8"):
+        opened("parquet", path=str(tmp_path / "rows.parquet"))
 
 
 def test_hugging_face_folders(tmp_path: Path) -> None:
@@ -253,6 +290,21 @@ def test_preferences_as_texts_answers_and_conversations(tmp_path: Path) -> None:
             assert np.array_equal(example.token_ids[:3], pairs[0].chosen.token_ids[:3])
 
 
+ASKED = {"role": "user", "content": "x"}
+SAID, OTHER = {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+def test_a_preference_keeps_all_of_the_conversation_before_it(tmp_path: Path) -> None:
+    """Calls, their results and pictures, too."""
+    asked = {"role": "user", "content": [{"type": "text", "text": "x"}, PICTURE]}
+    call, told = calling([CALL])["messages"][1], {"role": "tool", "content": "4", "tool_call_id": "c"}
+    before = [asked, call, told]
+    prompt = jsonl(tmp_path, [{"chosen": [*before, SAID], "rejected": [*before, OTHER]}])[0]
+    user, assistant, tool = prompt.messages
+    assert user.pictures and list(assistant.tool_calls) == [CALL] and tool.tool_call_id == "c"
+    assert (prompt.metadata["chosen"], prompt.metadata["rejected"]) == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -271,6 +323,17 @@ def test_preferences_as_texts_answers_and_conversations(tmp_path: Path) -> None:
             "differ in their last message only",
         ),
         ({"chosen": [{"role": "user", "content": "x"}], "rejected": "b"}, "end with an assistant message"),
+        ({"prompt": "q", "chosen": "a", "rejected": None}, "`rejected` is missing or empty"),
+        ({"prompt": "q", "chosen": "", "rejected": "b"}, "`chosen` is missing or empty"),
+        ({"prompt": "q", "chosen": 5, "rejected": "b"}, "must be a list"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are the same"),
+        ({"prompt": "q", "chosen": [{"role": "assistant", "content": ""}], "rejected": "b"}, "must be text"),
+        (
+            {"chosen": calling([CALL])["messages"], "rejected": [{"role": "user", "content": "x"}, SAID]},
+            "must be text here, without tool calls",
+        ),
+        ({"chosen": [ASKED, SAID, SAID], "rejected": [ASKED, SAID, OTHER]}, "two assistant messages"),
+        ({"chosen": [ASKED, SAID], "rejected": "b"}, "differ in their last message only"),
     ],
 )
 def test_a_bad_preference_is_named_by_file_and_line(tmp_path: Path, row: Any, says: str) -> None:
