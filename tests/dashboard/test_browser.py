@@ -136,7 +136,7 @@ def test_a_run_is_seen_and_followed_while_it_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1280, 360])
 def test_every_page_is_readable_at_both_widths_and_keeps_its_address(
     tmp_path: Path, serve: Callable[..., str], open_page: Callable[..., Any], width: int
 ) -> None:
@@ -152,6 +152,15 @@ def test_every_page_is_readable_at_both_widths_and_keeps_its_address(
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             f"{name} is wider than the window"
         )
+        tabs = page.locator("nav a").evaluate_all(
+            "tabs => tabs.map(tab => tab.getBoundingClientRect()).map(box => [box.left, box.right, box.bottom])"
+        )
+        theme = page.locator(".theme").bounding_box()
+        header = page.locator("body > #app > header").bounding_box()
+        assert all(left >= 0 and right <= theme["x"] for left, right, _ in tabs), (
+            "every page has its tab in sight"
+        )
+        assert max(bottom for _, _, bottom in tabs) <= header["y"] + header["height"] + 1
 
 
 @pytest.mark.slow

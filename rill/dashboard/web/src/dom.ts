@@ -67,14 +67,16 @@ export function bytes(value: number): string {
 
 export function duration(seconds: number | undefined): string {
   if (seconds === undefined || !Number.isFinite(seconds)) return "–";
+  if (seconds <= 0) return "0 s";
   if (seconds < 1e-6) return `${(seconds * 1e9).toFixed(0)} ns`;
   if (seconds < 1e-3) return `${(seconds * 1e6).toFixed(1)} µs`;
   if (seconds < 1) return `${(seconds * 1e3).toFixed(seconds < 0.01 ? 2 : 1)} ms`;
-  if (seconds < 100) return `${seconds.toFixed(1)} s`;
-  const minutes = Math.floor(seconds / 60);
-  if (minutes < 60) return `${minutes} min ${Math.round(seconds % 60)} s`;
-  if (minutes < 48 * 60) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
-  return `${Math.floor(minutes / 1440)} d ${Math.floor((minutes % 1440) / 60)} h`;
+  if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
+  const [whole, minutes] = [Math.round(seconds), Math.floor(Math.round(seconds) / 60)];
+  const both = (large: number, unit: string, small: number, rest: string) => `${large} ${unit}${small ? ` ${small} ${rest}` : ""}`;
+  if (minutes < 60) return both(minutes, "min", whole % 60, "s");
+  if (minutes < 48 * 60) return both(Math.floor(minutes / 60), "h", minutes % 60, "min");
+  return both(Math.floor(minutes / 1440), "d", Math.floor((minutes % 1440) / 60), "h");
 }
 
 export function empty(...words: Child[]): HTMLElement {

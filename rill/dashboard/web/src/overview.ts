@@ -19,14 +19,14 @@ const PANELS: Panel[] = [
   { title: "Mismatch", name: "mismatch/abs_mean", what: "mean |log π trainer − log π engine|, same tokens", names: ["mismatch/abs_mean"] },
   { title: "Effective samples", name: "mismatch/ess", what: "share of the batch that corrections leave in effect", names: ["mismatch/ess"] },
   { title: "Lag", name: "lag/mean", what: "versions between sampling and training", names: ["lag/mean", "lag/max"] },
-  { title: "Tokens per second", name: "throughput/tokens_per_s", what: "of a whole step, and of each phase while it lasts", names: ["throughput/tokens_per_s", "throughput/sampled_tokens_per_s", "train_tokens_per_s"] },
+  { title: "Tokens per second", name: "throughput/tokens_per_s", what: "of a whole step: all of them, and those sampled in it; and of training while it lasts", names: ["throughput/tokens_per_s", "throughput/sampled_tokens_per_s", "train_tokens_per_s"] },
   { title: "Seconds of a step", name: "time/step_s", what: "whole, and by phase", names: ["time/step_s", "time/rollout_wait_s", "time/train_s", "time/sync_s"] },
   { title: "Loss", name: "loss", what: "of the update", names: ["loss", "dpo/loss", "reward_model/loss", "value/loss"] },
   { title: "Gradient norm", name: "grad_norm", what: "before clipping", names: ["grad_norm"] },
   { title: "Supervised loss", name: "sft/loss", what: "where RL follows, its steps count up to 0", names: ["sft/loss"] },
   { title: "Supervised tokens per second", name: "sft/train_tokens_per_s", what: "prompt and answer", names: ["sft/train_tokens_per_s"] },
 ];
-const LABELS: Record<string, string> = { "throughput/tokens_per_s": "step", "throughput/sampled_tokens_per_s": "sampling", train_tokens_per_s: "training" };
+const LABELS: Record<string, string> = { "throughput/tokens_per_s": "step", "throughput/sampled_tokens_per_s": "sampled", train_tokens_per_s: "training" };
 const DASHES: number[][] = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
 
 export function overviewPage(root: HTMLElement, context: Context): Mounted {

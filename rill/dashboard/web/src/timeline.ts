@@ -11,6 +11,8 @@ const [TALL_ROW, LOW_ROW, FEW_LANES] = [36, 26, 12];
 const AXIS = 24;
 const MAX_LANES = 60;
 const INSET = 5;
+/** Seconds between the marks of the axis, from a minute on: so that they fall on whole minutes, hours and days. */
+const LONG_STEPS = [1, 2, 5, 10, 30, 60, 120, 360, 720, 1440, 2880, 7200, 14400, 43200].map((minutes) => 60 * minutes);
 
 export function timelinePage(root: HTMLElement, context: Context): Mounted {
   return new TimelinePage(root, context);
@@ -424,16 +426,16 @@ class TimelinePage implements Mounted {
   }
 
   private drawAxis(c: CanvasRenderingContext2D, x: (t: number) => number, from: number, to: number, height: number): void {
-    const raw = (to - from) / Math.max(2, this.width() / 110);
+    const raw = (to - from) / Math.max(2, this.width() / 90);
     const size = 10 ** Math.floor(Math.log10(raw));
-    const step = [1, 2, 5, 10].map((n) => n * size).find((n) => n >= raw)!;
+    const step = LONG_STEPS.find((n) => n >= raw && raw > 50) ?? [1, 2, 5, 10].map((n) => n * size).find((n) => n >= raw)!;
     c.fillStyle = css("--soft");
     c.font = "11px system-ui";
     for (let t = Math.ceil(from / step) * step; t <= to; t += step) {
       c.globalAlpha = 0.25;
       c.fillRect(x(t), 0, 1, height - AXIS + 4);
       c.globalAlpha = 1;
-      const text = `${t.toFixed(Math.max(0, Math.min(9, -Math.floor(Math.log10(step)))))} s`;
+      const text = step >= 60 ? duration(t) : `${t.toFixed(Math.max(0, Math.min(9, -Math.floor(Math.log10(step)))))} s`;
       if (x(t) + 3 + c.measureText(text).width <= x(to)) c.fillText(text, x(t) + 3, height - 9);
     }
   }
