@@ -96,7 +96,7 @@ class StepBatch:
             sampled=self.sampled[:count],
             sampled_rows_S=self.sampled_rows_S[:count],
             sampled_slots_S=self.sampled_slots_S[:count],
-            sampling=self.sampling.first(count),
+            sampling=self.sampling.rows(slice(count)),
             scored=[],
         )
 

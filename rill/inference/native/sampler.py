@@ -79,14 +79,15 @@ class SamplingBatch:
     num_top: int = 0
     """How many of the likeliest tokens are reported beside the sampled one."""
 
-    def first(self, count: int) -> SamplingBatch:
-        """Parameters of the first rows, without edits."""
+    def rows(self, rows: slice | Longs, edits: LogitEdits | None = None) -> SamplingBatch:
+        """Parameters of some of them, with edits of their own."""
         return SamplingBatch(
-            temperature_S=self.temperature_S[:count],
-            top_k_S=self.top_k_S[:count],
-            top_p_S=self.top_p_S[:count],
-            min_p_S=self.min_p_S[:count],
-            uniform_S=self.uniform_S[:count],
+            temperature_S=self.temperature_S[rows],
+            top_k_S=self.top_k_S[rows],
+            top_p_S=self.top_p_S[rows],
+            min_p_S=self.min_p_S[rows],
+            uniform_S=self.uniform_S[rows],
+            edits=edits,
         )
 
     @property
@@ -154,16 +155,9 @@ def resample_masked(
     if batch.edits is None or not batch.edits.masks:
         return None
     rows_S = np.array([row for row, _ in batch.edits.masks], dtype=np.int64)
-    masked = SamplingBatch(
-        temperature_S=batch.temperature_S[rows_S],
-        top_k_S=batch.top_k_S[rows_S],
-        top_p_S=batch.top_p_S[rows_S],
-        min_p_S=batch.min_p_S[rows_S],
-        uniform_S=batch.uniform_S[rows_S],
-        edits=LogitEdits(masks=[(row, bits) for row, (_, bits) in enumerate(batch.edits.masks)]),
-    )
+    masks = [(row, bits) for row, (_, bits) in enumerate(batch.edits.masks)]
     rows = torch.from_numpy(rows_S).to(logits_SV.device)
-    tokens, logprobs = sample(logits_SV[rows].float(), masked)
+    tokens, logprobs = sample(logits_SV[rows].float(), batch.rows(rows_S, LogitEdits(masks=masks)))
     tokens_S[rows] = tokens.to(tokens_S.dtype)
     logprobs_S[rows] = logprobs
     return rows

@@ -108,7 +108,7 @@ class Sequence:
         count, reason = self._first_end(tokens)
         self.tokens += tokens[:count]
         self.logprobs.extend(logprobs[:count])
-        self.versions.extend([version] * min(count, len(tokens)))
+        self.versions.extend([version] * count)
         if self.edits is not None:
             self.edits.add(tokens[:count])
         if reason is None and len(self.tokens) >= self.max_tokens:
