@@ -10,7 +10,7 @@ from one configuration; which one is wanted is said when it is opened.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -91,13 +91,25 @@ class EditableDataset(Protocol):
         """Of what the rows are read from, by its name."""
 
 
-def open_dataset(config: PartConfig, split: Split = Split.TRAIN) -> Dataset | StreamDataset:
-    """Build the dataset that the configuration names.
+@runtime_checkable
+class CheckedDataset(Protocol):
+    """One whose rows can be found fault with by their place in a file."""
+
+    def check_every(self, check: Callable[[Prompt], object]) -> None: ...
+
+
+def open_dataset(
+    config: PartConfig, split: Split = Split.TRAIN, *, check: Callable[[Prompt], object] | None = None
+) -> Dataset | StreamDataset:
+    """Build the dataset that the configuration names. `check`: a function that raises DataError for a prompt of no use;
+    where the prompts are rows of files, none is left for later.
 
     >>> train = open_dataset(config, Split.TRAIN)
     >>> held_out = open_dataset(config, Split.HELD_OUT)
     """
     dataset: Dataset | StreamDataset = DATASETS.load(config.type)(config, split)
+    if check is not None and isinstance(dataset, CheckedDataset):
+        dataset.check_every(check)
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         remedy = (
             "a larger `held_out`, or eval.num_prompts = 0"

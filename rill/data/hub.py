@@ -9,6 +9,7 @@ another form is read from the parquet files that the hub makes of it (its branch
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -55,6 +56,9 @@ class HubDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         return self._rows[index]
+
+    def check_every(self, check: Callable[[Prompt], object]) -> None:
+        self._rows.check_every(check)
 
 
 def _found(config: HubDataset.Config) -> tuple[str, list[str]]:

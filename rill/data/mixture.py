@@ -6,7 +6,7 @@ Ids begin with the source's number: two sources may well call different problems
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from rill.config import Config as BaseConfig
 from rill.config import OneOf, PartConfig
-from rill.data.base import DATASETS, EditableDataset, Split, open_indexed
+from rill.data.base import DATASETS, CheckedDataset, EditableDataset, Split, open_indexed
 from rill.types import Prompt
 
 PERIOD = 1_000
@@ -64,6 +64,11 @@ class MixtureDataset:
             self._turns.append((at, self._num_turns[at]))
             self._num_turns[at] += 1
         self._size = config.size or sum(len(source) for source in self._sources)
+
+    def check_every(self, check: Callable[[Prompt], object]) -> None:
+        for source in self._sources:
+            if isinstance(source, CheckedDataset):
+                source.check_every(check)
 
     def __len__(self) -> int:
         return self._size

@@ -51,7 +51,8 @@ class PreferencePair:
         return sum(len(answer.token_ids) for answer in self.answers)
 
 
-def encode_pair(encoder: SFTEncoder, prompt: Prompt) -> PreferencePair:
+def answers_of(prompt: Prompt) -> tuple[str, str]:
+    """The chosen and the rejected one."""
     try:
         chosen, rejected = str(prompt.metadata[CHOSEN]), str(prompt.metadata[REJECTED])
     except KeyError:
@@ -60,6 +61,11 @@ def encode_pair(encoder: SFTEncoder, prompt: Prompt) -> PreferencePair:
         ) from None
     if chosen == rejected:
         raise DataError(f"prompt {prompt.id}: the chosen and the rejected answer are the same")
+    return chosen, rejected
+
+
+def encode_pair(encoder: SFTEncoder, prompt: Prompt) -> PreferencePair:
+    chosen, rejected = answers_of(prompt)
     return PreferencePair(
         id=prompt.id,
         chosen=_answer(encoder.answered(prompt, chosen)),

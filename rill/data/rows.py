@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -100,8 +100,8 @@ class RowDataset(ABC):
 
     def index_rows(self, index: RowIndex) -> None:
         """See to it that every row is validated, and find those on this side. Called at the end of __init__."""
-        self.digests = index.digests()
-        count = self.num_rows() if not self.rows.limit else min(self.rows.limit, self.num_rows())
+        self.digests, self._index = index.digests(), index
+        count = self._num_used()
         places = index.of_every_row(_parsing_of(self.rows), count, self._place)
         if self.split is Split.ALL or (self.split is Split.TRAIN and self.rows.held_out == 0.0):
             self._numbers = range(count)
@@ -114,6 +114,22 @@ class RowDataset(ABC):
 
     def __getitem__(self, index: int) -> Prompt:
         return self._prompt(int(self._numbers[index]))
+
+    def check_every(self, check: Callable[[Prompt], object]) -> None:
+        """Of both sides; the DataError of a row that does not pass names its place."""
+
+        def checked(number: int) -> int:
+            try:
+                check(self._prompt(number))
+            except DataError as error:
+                raise DataError(f"{self.where(number)}: {error}") from None
+            return 0
+
+        name = f"{_parsing_of(self.rows)}-{check.__module__}.{check.__name__}"
+        self._index.of_every_row(name, self._num_used(), checked)
+
+    def _num_used(self) -> int:
+        return min(self.rows.limit or self.num_rows(), self.num_rows())
 
     def _place(self, number: int) -> int:
         return place_of(content_key(self._prompt(number)))

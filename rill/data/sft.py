@@ -37,6 +37,13 @@ class SFTExample:
         return len(self.token_ids)
 
 
+def check_written(prompt: Prompt) -> None:
+    """Raise DataError where there is nothing to imitate."""
+    is_said = bool(prompt.messages) and prompt.messages[-1].role == "assistant"
+    if not is_said and not isinstance(prompt.metadata.get("reply"), Message):
+        solution_of(prompt)
+
+
 class SFTEncoder:
     """Builds examples with one PromptEncoder, so training sees the tokens that generation will see."""
 

@@ -11,6 +11,7 @@ import math
 from rill.config import PartConfig
 from rill.data.base import Split, open_dataset
 from rill.data.loader import LoaderConfig, open_loader
+from rill.data.sft import check_written
 from rill.training.sft import SFTTrainer, open_encoder
 from rill.training.trainer import Trainer
 
@@ -32,7 +33,7 @@ class WarmStart:
         self._num_steps = steps
         self._learning_rate = learning_rate
         self._encoder = open_encoder(trainer.config)
-        dataset = open_dataset(data, Split.TRAIN)
+        dataset = open_dataset(data, Split.TRAIN, check=check_written)
         rank, size = trainer.world.data_rank, trainer.world.data_size
         self._loader = open_loader(dataset, LoaderConfig(seed=seed), rank=rank, world=size)
         self._batch_size = max(1, batch_size // size)

@@ -31,6 +31,8 @@ class Kind(NamedTuple):
     """(config, rendezvous=, device=)"""
     encode: Callable[[SFTEncoder, Prompt], Any]
     """What the trainer makes steps of, and is evaluated on, of a row."""
+    check: Callable[[Prompt], object]
+    """Raises DataError for a row that has not what is encoded."""
 
 
 class SupervisedWorker(LearningWorker):
@@ -57,7 +59,7 @@ class SupervisedWorker(LearningWorker):
             raise ConfigError(
                 f"loop.batch_size {batch_size} does not divide over {world.data_size} data ranks: use a multiple"
             )
-        dataset = open_dataset(data, Split.TRAIN)
+        dataset = open_dataset(data, Split.TRAIN, check=kind.check)
         self.loader = open_loader(dataset, loader, rank=world.data_rank, world=world.data_size)
         self.batch_size = batch_size // world.data_size
         self.held_out: list[Prompt] = []

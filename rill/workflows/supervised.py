@@ -20,8 +20,8 @@ from pydantic import Field
 from rill.config import Config, OneOf, PartConfig
 from rill.data.base import DATASETS
 from rill.data.loader import LoaderConfig
-from rill.data.pairs import encode_pair
-from rill.data.sft import SFTEncoder
+from rill.data.pairs import answers_of, encode_pair
+from rill.data.sft import SFTEncoder, check_written
 from rill.journal.checkpoints import RunCheckpoints
 from rill.models.loading import ModelConfig
 from rill.runtime.group import WorkerGroup
@@ -120,7 +120,7 @@ class SFTWorkflow(SupervisedWorkflow):
         workflow: Literal["sft"] = "sft"
         trainer: SFTTrainer.Config
 
-    kind = Kind(SFTTrainer, SFTEncoder.encode)
+    kind = Kind(SFTTrainer, SFTEncoder.encode, check_written)
 
 
 class RewardModelWorkflow(SupervisedWorkflow):
@@ -128,7 +128,7 @@ class RewardModelWorkflow(SupervisedWorkflow):
         workflow: Literal["reward_model"] = "reward_model"
         trainer: RewardTrainer.Config
 
-    kind = Kind(RewardTrainer, encode_pair)
+    kind = Kind(RewardTrainer, encode_pair, answers_of)
 
 
 class DPOWorkflow(SupervisedWorkflow):
@@ -136,7 +136,7 @@ class DPOWorkflow(SupervisedWorkflow):
         workflow: Literal["dpo"] = "dpo"
         trainer: PreferenceTrainer.Config
 
-    kind = Kind(open_policy, encode_pair)
+    kind = Kind(open_policy, encode_pair, answers_of)
 
 
 def crosses(step: int, num_steps: int, every: int) -> bool:

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from rill.data.base import DATASETS, Dataset, Split, open_dataset, open_indexed, prompts_of
 from rill.data.chat import PromptEncoder
-from rill.data.pairs import encode_pair
-from rill.data.sft import SFTEncoder
+from rill.data.pairs import answers_of, encode_pair
+from rill.data.sft import SFTEncoder, check_written
 from rill.errors import DataError
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import Prompt
@@ -340,3 +340,22 @@ def test_a_bad_preference_is_named_by_file_and_line(tmp_path: Path, row: Any, sa
     with pytest.raises(DataError, match="line 1") as caught:
         jsonl(tmp_path, [row])
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "mixture"])
+def test_a_row_that_cannot_be_learnt_from_is_named_when_the_data_is_opened(tmp_path: Path, kind: str) -> None:
+    """By its place, also where rows have ids of their own, and whichever side it lies on."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"id": f"own {n}", "question": f"{n}", "completion": "yes"} for n in range(9)]
+    rows[7]["completion"] = ""
+    path.write_text("\n".join(map(json.dumps, rows)))
+    settings: dict[str, Any] = {"type": "jsonl", "path": str(path), "held_out": 0.5}
+    if kind == "mixture":
+        settings = {"type": kind, "sources": [{"dataset": {"type": "arithmetic"}}, {"dataset": settings}]}
+    config = DATASETS.load(kind).Config.model_validate(settings)
+    for split in (Split.TRAIN, Split.HELD_OUT):
+        open_dataset(config, split)
+        for check, says in ((check_written, "has no written solution"), (answers_of, "is no preference")):
+            line = 8 if check is check_written else 1
+            with pytest.raises(DataError, match=rf"rows.jsonl, line {line}: prompt own {line - 1} {says}"):
+                open_dataset(config, split, check=check)

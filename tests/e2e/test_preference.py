@@ -82,9 +82,10 @@ def test_dpo_widens_the_margin_to_its_reference_and_two_ranks_do_as_one(data: st
 @pytest.mark.timeout(180)
 def test_rows_without_a_pair_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "completion": "b"}\n' * 9, encoding="utf-8")
-    with pytest.raises(WorkerError, match="`chosen` and `rejected`"):
-        train(tmp_path / "run", "dpo", f"data.path={path}", "data.held_out=0")
+    rows = [*pairs(40), {"id": "mine", "prompt": "a", "completion": "b"}]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with pytest.raises(WorkerError, match=r"rows\.jsonl, line 41: .* `chosen` and `rejected`"):
+        train(tmp_path / "run", "dpo", f"data.path={path}", "data.held_out=0", steps=1)
 
 
 @pytest.mark.slow
