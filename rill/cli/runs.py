@@ -75,6 +75,8 @@ def show(run: RunName, root: Root = RUNS, as_json: AsJson = False) -> None:
     Example:
       rill runs show demo
     """
+    from rill.dashboard.card import machine
+
     opened = Run.open(run, root=root)
     summary = summarise(opened)
     rows = read_metrics(opened.path)
@@ -85,9 +87,9 @@ def show(run: RunName, root: Root = RUNS, as_json: AsJson = False) -> None:
     status = typer.style(summary["status"], fg=_STYLES[summary["status"]])
     say(f"{opened.path}: {status} {summary['message']}".rstrip())
     if starts:
-        say(f"started {len(starts)} time(s), last with: {' '.join(starts[-1]['command'])}")
-        versions = ", ".join(f"{name} {version}" for name, version in starts[-1]["versions"].items())
-        say(f"on {starts[-1]['host']}, python {starts[-1]['python']}, {versions}")
+        last = machine(starts)
+        say(f"started {last['starts']} time(s), last with: {last['command']}")
+        say(f"on {last['host']}, python {last['python']}, {last['versions']}")
     else:
         say(f"how it was started is lost: {opened.environment_path} is missing or damaged")
     is_ended = summary["status"] in (RunStatus.INTERRUPTED, RunStatus.FAILED, RunStatus.UNKNOWN)

@@ -12,22 +12,13 @@ from typing import Any
 import msgspec
 
 from rill.dashboard.log_reader import head_of, new_blocks, size_of
-from rill.telemetry.metrics import METRICS_FILE, mean
+from rill.telemetry.metrics import METRICS_FILE, MetricRecord, mean
 
 MAX_POINTS = 4000
 """A longer curve is averaged down to so many points."""
 
 
-class Record(msgspec.Struct):
-    """A line of the metrics file: the figures of a step, or a rewind."""
-
-    step: int | None = None
-    rewind: int | None = None
-    time_s: float = 0.0
-    values: dict[str, float | str] = {}
-
-
-_decoder = msgspec.json.Decoder(Record)
+_decoder = msgspec.json.Decoder(MetricRecord)
 
 
 class MetricColumns:
@@ -53,7 +44,7 @@ class MetricColumns:
             for _, line in block.lines:
                 try:
                     self._add(_decoder.decode(line))
-                except (msgspec.MsgspecError, ValueError):
+                except (msgspec.MsgspecError, UnicodeDecodeError):
                     continue  # a damaged line, or one of another version of rill
             self._read_to = block.read_to
         self._head = head_of(self.path, self._read_to)
@@ -99,13 +90,12 @@ class MetricColumns:
         }
         return self._columns
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: MetricRecord) -> None:
         if record.rewind is not None:
             last = record.rewind
             self._rows = {step: row for step, row in self._rows.items() if step <= last}
             self._times = {step: at for step, at in self._times.items() if step <= last}
-        elif record.step is not None:
-            values = {name: float(value) for name, value in record.values.items()}
+        elif record.step is not None and (values := record.numbers()) is not None:
             self._rows.setdefault(record.step, {}).update(values)
             self._times.setdefault(record.step, record.time_s)
 

@@ -21,6 +21,7 @@ import numpy as np
 from rill.dashboard.log_index import IndexState, LogIndex, LogIndexer
 from rill.dashboard.log_reader import Block
 from rill.dashboard.table import Table
+from rill.telemetry.rollouts import GroupRecord, SampleRecord
 
 EVALUATION = "evaluation: "
 """Begins the data set of groups that answer an evaluation's prompts."""
@@ -47,30 +48,6 @@ class RolloutState(IndexState, kw_only=True):
     tasks: list[str] = []
     stops: list[str] = []
     tags: list[str] = []
-
-
-class SampleRecord(msgspec.Struct):
-    tokens: list[str] = []
-    sampled: list[int] = []
-    reward: float | None = None
-    stop: str = ""
-    error: str | None = None
-    num_tokens: int = 0
-    tags: list[str] = []
-
-
-class GroupRecord(msgspec.Struct):
-    """What the index takes from a line of a rollout log."""
-
-    version: int
-    group: str
-    samples: list[SampleRecord]
-    prompt_id: str = ""
-    task: str = ""
-    dropped: str | None = None
-    tags: list[str] = []
-    evaluates: str = ""
-    """The evaluation set it is of; empty: training."""
 
 
 _decoder = msgspec.json.Decoder(GroupRecord)

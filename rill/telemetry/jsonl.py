@@ -10,11 +10,11 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-_decoder = msgspec.json.Decoder()
+R = TypeVar("R")
 
 
 def encode_line(record: Any) -> bytes:
@@ -32,8 +32,16 @@ def encode_number(value: float) -> float | str:
 
 
 def read_lines(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
-    """Every whole record of a file that has these fields; nothing when there is no file yet. Cut or damaged lines are
-    skipped, and so are records of a version of rill that wrote others."""
+    """Every whole record of a file that has these fields."""
+    for record in read_records(path, dict[str, Any]):
+        if all(field in record for field in fields):
+            yield record
+
+
+def read_records(path: Path, kind: type[R]) -> Iterator[R]:
+    """Every whole record of a file as a `kind`; nothing when there is no file yet. Cut or damaged lines are skipped,
+    and so are records of a version of rill that wrote others."""
+    decoder = msgspec.json.Decoder(kind)
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -43,11 +51,10 @@ def read_lines(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                record = _decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                record = decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
-            if isinstance(record, dict) and all(field in record for field in fields):
-                yield record
+            yield record
 
 
 class LineFile:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rill.telemetry.jsonl import LineFile, encode_line, encode_number, read_lines
+import msgspec
+
+from rill.telemetry.jsonl import LineFile, encode_line, encode_number, read_records
 from rill.telemetry.sinks.base import Account, Sink
 
 METRICS_FILE = "metrics.jsonl"
@@ -70,6 +72,22 @@ class MetricLog:
         self.close()
 
 
+class MetricRecord(msgspec.Struct):
+    """A line of the metrics file: the figures of a step, or a rewind."""
+
+    step: int | None = None
+    rewind: int | None = None
+    time_s: float = 0.0
+    values: dict[str, float | str] | None = None
+
+    def numbers(self) -> dict[str, float] | None:
+        """What is not a number stands there in words; other words are none of rill's."""
+        try:
+            return None if self.values is None else {name: float(x) for name, x in self.values.items()}
+        except ValueError:
+            return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRow:
     """The figures of one step."""
@@ -83,17 +101,12 @@ class MetricRow:
 def read_metrics(run_dir: Path | str) -> list[MetricRow]:
     """One row a step, in order of steps, without what a rewind made void. Empty when nothing is written yet."""
     rows: dict[int, MetricRow] = {}
-    for record in read_lines(Path(run_dir) / METRICS_FILE):
-        if "rewind" in record:
-            rows = {step: row for step, row in rows.items() if step <= record["rewind"]}
-            continue
-        if not {"step", "time_s", "values"} <= record.keys():
-            continue
-        values = {name: float(value) for name, value in record["values"].items()}
-        row = rows.setdefault(
-            record["step"], MetricRow(step=record["step"], time_s=record["time_s"], values={})
-        )
-        row.values.update(values)
+    for record in read_records(Path(run_dir) / METRICS_FILE, MetricRecord):
+        if (last := record.rewind) is not None:
+            rows = {step: row for step, row in rows.items() if step <= last}
+        elif record.step is not None and (values := record.numbers()) is not None:
+            row = rows.setdefault(record.step, MetricRow(step=record.step, time_s=record.time_s, values={}))
+            row.values.update(values)
     return [rows[step] for step in sorted(rows)]
 
 

@@ -5,11 +5,39 @@ Called by the report, by `rill runs rollouts` and by the summary at the end of a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.run import Run
+
+
+class SampleRecord(msgspec.Struct):
+    tokens: list[str] = []
+    sampled: list[int] = []
+    reward: float | None = None
+    stop: str = ""
+    error: str | None = None
+    num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    tags: list[str] = []
+
+
+class GroupRecord(msgspec.Struct):
+    """What is read of a line of a rollout log; what it holds besides goes to the dashboard as it is."""
+
+    version: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+    group: str
+    samples: Annotated[list[SampleRecord], msgspec.Meta(max_length=(1 << 16) - 1)]
+    prompt_id: str = ""
+    task: str = ""
+    dropped: str | None = None
+    tags: list[str] = []
+    evaluates: str = ""
+    """The evaluation set it is of; empty: training."""
+
 
 LINE_CHARACTERS = 100
 """Of a sample written as one line; longer ones lose their middle."""
@@ -39,14 +67,21 @@ class Said:
 
 def read_rollouts(run: Run) -> list[dict[str, Any]]:
     """The groups that training recorded, by version and then by group, as they stand in the files."""
-    fields = ("version", "group", "samples")
     groups = [
         record
         for path in sorted(run.rollouts_dir.glob("*.jsonl"))
-        for record in read_lines(path, *fields)
-        if "evaluates" not in record
+        for record in read_lines(path)
+        if "evaluates" not in record and _is_group(record)
     ]
     return sorted(groups, key=lambda group: (group["version"], group["group"]))
+
+
+def _is_group(record: dict[str, Any]) -> bool:
+    try:
+        msgspec.convert(record, GroupRecord)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def samples_of(group: dict[str, Any]) -> list[Said]:
@@ -86,12 +121,12 @@ def _typical(samples: list[Said]) -> Said:
 
 
 def _said(sample: dict[str, Any], version: int) -> Said:
-    tokens, sampled = sample["tokens"], sample["sampled"]
+    tokens, sampled = sample.get("tokens", ()), sample.get("sampled", ())
     opening = next((i for i, is_sampled in enumerate(sampled) if is_sampled), len(tokens))
     return Said(
         prompt="".join(tokens[:opening]),
         response="".join(tokens[opening:]),
-        reward=sample["reward"],
+        reward=math.nan if (reward := sample.get("reward")) is None else reward,
         version=version,
-        error=sample["error"],
+        error=sample.get("error"),
     )

@@ -30,11 +30,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rill.errors import UserError
 from rill.registry import unknown_name_message
@@ -213,7 +215,7 @@ class Run:
             found = json.loads(self.environment_path.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             return []
-        return found if isinstance(found, list) else []
+        return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
 
     def set_status(self, status: RunStatus, message: str = "") -> None:
         self._save_state(status, message, created_s=self._saved_state().created_s)
@@ -297,10 +299,8 @@ class Run:
     def _saved_state(self) -> RunState:
         """What status.json says. A damaged one must not hide the run, whose checkpoints and figures may be whole."""
         try:
-            saved = json.loads(self.status_path.read_text(encoding="utf-8"))
-            known = {field.name: saved[field.name] for field in fields(RunState)}
-            return RunState(**{**known, "status": RunStatus(saved["status"])})
-        except (ValueError, KeyError, TypeError) as error:
+            return msgspec.json.decode(self.status_path.read_bytes(), type=RunState)
+        except ValueError as error:  # msgspec's are
             written_s = self.status_path.stat().st_mtime
             return RunState(
                 status=RunStatus.UNKNOWN,

@@ -4,14 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from rill.cli.main import app
+from rill.dashboard.catalog import Catalog
+from rill.dashboard.server import make_app
 from rill.telemetry import trace
 from rill.telemetry.evaluations import Answer, next_path, save
 from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.metrics import MetricLog
 from rill.telemetry.run import Run
+from tests.dashboard.folders import append, group, sample, small_run
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +67,38 @@ def test_a_run_that_ended_in_its_warm_up_has_taken_no_step() -> None:
 def test_a_copied_run_folder_is_shown_by_its_path(tmp_path: Path) -> None:
     finished_run().path.rename(tmp_path / "elsewhere")
     assert "finished" in run("runs", "show", str(tmp_path / "elsewhere"))
+
+
+def test_records_of_another_shape_cost_themselves_only(tmp_path: Path) -> None:
+    """Every command that reads a run, and the page, over lines and files that another version, or damage, has left."""
+    small = small_run(tmp_path / "runs")
+    whole = group(3, "g3", sample("6", 1.0))
+    strange: dict[str, list[object]] = {
+        "metrics.jsonl": [
+            {"step": {}, "time_s": 1.0, "values": {}}, {"step": "x", "time_s": 1.0, "values": {}},
+            {"step": 4, "time_s": 1.0, "values": {"a": [1]}}, {"step": 4, "time_s": 1.0, "values": {"a": "many"}},
+            {"rewind": "all"}, [], 3,
+        ],
+        "trace/driver.jsonl": [{"kind": "process", "at_ns": 0}, {"kind": "span", "name": "x", "at_ns": "soon"}],
+        "rollouts/rollout-0.jsonl": [
+            {**whole, "group": None}, {**whole, "samples": [True]}, {**whole, "version": 10**20},
+            {**whole, "samples": [{"reward": 1.0, "tokens": 3}]}, whole,
+        ],
+    }  # fmt: skip
+    for name, records in strange.items():
+        append(small.path / name, *records)
+    small.environment_path.write_text('[3, {"command": [{}], "versions": [], "host": 1}]')
+    saved = json.loads(small.status_path.read_text())
+    for status in (saved, saved | {"created_s": "then"}, saved | {"changed_s": None}, []):
+        small.status_path.write_text(json.dumps(status))
+        assert "small" in run("runs") and "reward" in run("runs", "show", "small")
+        assert "\u25b86" in run("runs", "rollouts", "small")
+        assert "events" in run("runs", "trace", "small")
+        assert "report.html" in run("report", "small")
+        assert "Lower max_lag" in run("doctor", "small")
+        page = TestClient(make_app(Catalog([], tmp_path / "runs")), base_url="http://localhost")
+        assert page.get("/api/run/small/rollouts").json()["total"] == 3
+        assert page.get("/api/run/small/metrics").json()["steps"] == [1, 2, 3]
 
 
 def test_show_tells_how_a_run_stands_and_how_to_go_on() -> None:
