@@ -72,6 +72,8 @@ class ToolCallStream:
         self._parallel = parallel
         self._held = ""
         self._has_content = False
+        self._blank = ""
+        """Behind a call, and not yet known to be content."""
         self.calls: list[ParsedCall] = []
 
     def feed(self, text: str, *, is_last: bool = False) -> tuple[str, list[ParsedCall]]:
@@ -117,12 +119,15 @@ class ToolCallStream:
         if calls is None:
             return self._visible(block)
         self.calls += calls if self._parallel else calls[: 1 - len(self.calls)]
+        self._blank = ""
         return ""
 
     def _visible(self, text: str) -> str:
-        """Models write line breaks between and after calls; those are not content."""
-        if self.calls and not text.strip():
-            return ""
+        """Behind a call blanks are content where text follows them, and nothing before another call and at the end."""
+        if self.calls:
+            held = self._blank + text
+            text = held.rstrip()
+            self._blank = held[len(text) :]
         self._has_content |= bool(text.strip())
         return text
 

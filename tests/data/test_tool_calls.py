@@ -22,6 +22,8 @@ CASES = [
                  '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "", [("add", {"a": 1})]),
     ("deepseek", 'So.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
                  "<｜tool▁calls▁end｜>", "So.", [("add", {"a": 1})]),
+    ("hermes", 'A\n<tool_call>{"name": "add"}</tool_call>\n<tool_call>{"name": "add"}</tool_call>\nB  c\n', "A\n\nB  c",
+     [("add", {}), ("add", {})]),
     ("deepseek", "<｜tool▁calls▁begin｜>nothing<｜tool▁calls▁end｜>",
      "<｜tool▁calls▁begin｜>nothing<｜tool▁calls▁end｜>", []),
 ]  # fmt: skip

@@ -36,8 +36,6 @@ class ToolCallStream(tool_calls.ToolCallStream):
         self._deltas: list[dict[str, Any]] = []
         self._num_told = 0
         """Characters of the arguments of the call that is being written, once its name is out; else 0."""
-        self._blank = ""
-        """Behind a call, and not yet known to be content."""
 
     def stream(self, text: str, *, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """As `feed`; calls in pieces. Arguments are the model's own text; qwen_xml's, which are no JSON, come whole."""
@@ -53,21 +51,11 @@ class ToolCallStream(tool_calls.ToolCallStream):
         content = super()._read(block)
         if is_told and len(self.calls) == num_before:  # no call after all, but the client has heard of one
             self.calls.append(ParsedCall(id="", name="", arguments=""))
-            content = rest
+            content, self._blank = rest, ""
         for index, call in enumerate(self.calls[num_before + is_told :], num_before + is_told):
             self._deltas.append(_delta(index, call.arguments, call.name, call.id))
         self._num_told = 0
-        self._blank = self._blank if len(self.calls) == num_before else ""
         return content
-
-    def _visible(self, text: str) -> str:
-        """Behind a call blanks are content where text follows them, and nothing before another call and at the end."""
-        if not self.calls:
-            return super()._visible(text)
-        text = self._blank + text
-        visible = text.rstrip()
-        self._blank = text[len(visible) :]
-        return super()._visible(visible)
 
     def _tell(self, held: str) -> str:
         """Of the call that stands at the beginning, what is not told yet; and what comes behind its arguments."""
