@@ -200,6 +200,13 @@ def test_seed_bias_and_n_reach_the_sampler(client: Any) -> None:
     assert banned.usage.completion_tokens == 6
 
 
+def test_a_prompt_of_several_samples_is_counted_once_cached_or_not(client: Any) -> None:
+    prompts = [[5 + i] * 50 for i in range(2)]
+    ask: dict[str, Any] = {"model": "tiny", "prompt": prompts, "max_tokens": 2, "n": 3}
+    cached = [client.completions.create(**ask).usage.prompt_tokens_details.cached_tokens for _ in range(2)]
+    assert cached == [0, 2 * 48]
+
+
 def test_a_streamed_completion_ends_with_its_usage(client: Any) -> None:
     settings = {"model": "tiny", "prompt": ["ab", "c"], "max_tokens": 5, "seed": 3}
     whole = client.completions.create(**settings)

@@ -88,7 +88,7 @@ class OpenAIAnswer:
         return choice
 
     def usage(self, samples: Samples) -> dict[str, Any]:
-        return {"usage": usage(sum(map(len, self.prompts)), samples.completions)}
+        return {"usage": usage(sum(map(len, self.prompts)), samples)}
 
     def envelope(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
         return {
@@ -141,13 +141,13 @@ def stop_detail(completion: Completion | None) -> str | int | None:
     return int(completion.token_ids[-1])
 
 
-def usage(num_prompt: int, completions: Sequence[Completion]) -> dict[str, Any]:
-    num_completion = sum(len(c.token_ids) for c in completions)
+def usage(num_prompt: int, samples: Samples) -> dict[str, Any]:
+    num_completion = sum(len(c.token_ids) for c in samples.completions)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in completions)},
+        "prompt_tokens_details": {"cached_tokens": samples.num_cached_tokens},
     }
 
 

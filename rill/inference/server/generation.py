@@ -242,6 +242,16 @@ class Samples:
         self._news.extend(news)
         self._wake.set()
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """A prompt is counted once: of it, what each of its samples found in the cache."""
+        found: dict[int, int] = {}
+        for completion in self.completions:
+            prompt = self._requests[self._index[completion.request_id]].token_ids
+            known = found.get(id(prompt), len(prompt))
+            found[id(prompt)] = min(known, completion.num_cached_tokens)
+        return sum(found.values())
+
     async def whole(self) -> list[Piece]:
         """Of samples that are not streamed: all of each, in the order of the requests."""
         pieces: list[Piece] = []

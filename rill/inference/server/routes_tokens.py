@@ -89,7 +89,7 @@ class _Answer:
         num_prompt = len(self._body.token_ids)
         return self._head | {
             "choices": [_choice(piece, num_prompt) for piece in await samples.whole()],
-            "usage": usage(num_prompt, samples.completions),
+            "usage": usage(num_prompt, samples),
             "prompt_logprobs": await self._prompt_logprobs(),
         }
 
