@@ -68,7 +68,7 @@ class OpenAIEngine(RemoteEngine):
         self, request: Request, tokenizer: PreTrainedTokenizerBase
     ) -> AsyncGenerator[Chunk, None]:
         body = completion_body(request, self.config.model)
-        for key in ("return_token_ids", "stream", "logprobs", "stop_token_ids", "ignore_eos", "min_tokens"):
+        for key in ("return_token_ids", "stream", "logprobs"):
             body.pop(key, None)
         body["prompt"] = tokenizer.decode(request.token_ids.tolist())
         (choice,) = (await self._http.post("/completions", body))["choices"]

@@ -168,6 +168,22 @@ def test_text_mode_tokenizes_here_and_claims_no_logprobs() -> None:
     engine.close()
 
 
+def test_text_mode_drops_nothing_that_was_asked_for() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def endpoint(http: httpx.Request) -> httpx.Response:
+        asked.append({} if http.url.path.endswith("/models") else json.loads(http.content))
+        return plain_endpoint(http)
+
+    config = OpenAIEngine.Config(url="http://plain/v1", model="m", mode="text", tokenizer="chars")
+    engine = OpenAIEngine(config, transport=httpx.MockTransport(endpoint))
+    with pytest.raises(RequestError, match="unknown key"):
+        engine.generate([request("t", stop_token_ids=(7,), ignore_eos=True, min_new_tokens=2)], 10.0)
+    told = {key: asked[-1][key] for key in ("stop_token_ids", "ignore_eos", "min_tokens")}
+    assert told == {"stop_token_ids": [7], "ignore_eos": True, "min_tokens": 2}
+    engine.close()
+
+
 def test_a_text_with_unicodes_line_ends_is_read_as_one_event() -> None:
     text = "a\u2028b\u2029c\x85d"
 
