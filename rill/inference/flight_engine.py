@@ -252,6 +252,11 @@ class FlightEngine(Generates):
 
     def _call(self, work: Coroutine[Any, Any, T], what: str, timeout_s: float = CONTROL_TIMEOUT_S) -> T:
         """Run this on the loop and wait for it. What was given up has heard of it when this raises."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise EngineError(
+                f"{what}() was called from on_delta, which must not block: call it from another thread"
+            )
         ended = threading.Event()
 
         async def run() -> T:

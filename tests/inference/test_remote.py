@@ -15,7 +15,7 @@ import pytest
 
 from rill.errors import EngineError, StuckError
 from rill.inference import flight_engine
-from rill.inference.base import Completion, Feature, NamedTensors, Request
+from rill.inference.base import Completion, Delta, Feature, NamedTensors, PauseMode, Request
 from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
 from rill.inference.vllm_server import VllmServerEngine
 from rill.models.loading import ModelConfig
@@ -78,6 +78,23 @@ def test_an_update_that_was_given_up_leaves_the_engine_unavailable_and_not_silen
         engine.update_weights([], PolicyVersion(1))
     with pytest.raises(EngineError, match="update again"):
         engine.submit([request("after")])
+
+
+@pytest.mark.parametrize("method", ["resume", "flush", "pause", "update_weights"])
+def test_a_control_call_from_on_delta_is_refused_at_once(engine: Scripted, method: str) -> None:
+    args: dict[str, Any] = {"pause": (PauseMode.FINISH,), "update_weights": ([], PolicyVersion(1))}
+    errors: list[BaseException] = []
+
+    def on_delta(_: Delta) -> None:
+        try:
+            getattr(engine, method)(*args.get(method, ()))
+        except EngineError as error:
+            errors.append(error)
+
+    (future,) = engine.submit([request("a")], on_delta)
+    assert future.result(20).token_ids.tolist() == [7, 8, 9] and len(errors) == 3
+    assert all("must not block" in str(error) for error in errors)
+    engine.resume()
 
 
 def test_what_goes_on_at_a_server_does_not_draw_the_same_numbers_again() -> None:
