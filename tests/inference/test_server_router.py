@@ -20,6 +20,7 @@ import torch
 from rill.errors import EngineError, ModelError, PeerDiedError, RequestError, WeightSyncError
 from rill.inference.base import ADAPTER_FILES, Delta, PauseMode, Request
 from rill.inference.native.engine import NativeEngine
+from rill.inference.parameters import Checkpoint
 from rill.inference.replica import ReplicaProcess
 from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.inference.server.prefix_index import PrefixIndex
@@ -140,6 +141,23 @@ def test_a_replica_that_joins_late_gets_the_weights_and_the_pause(router: Router
     assert {int(v) for f in futures for v in f.result(30).versions} == {version + 1}
     with pytest.raises(WeightSyncError):
         router.update_weights([], version)
+
+
+def test_a_replica_that_joins_late_does_not_need_the_callers_checkpoint_any_more(
+    router: Router, tmp_path: Path
+) -> None:
+    wait_for(lambda: ready(router) == 2)
+    version = PolicyVersion(router.version + 1)
+    router.update_weights(Checkpoint.write([("a", torch.ones(3))], tmp_path / "model.safetensors"), version)
+    (tmp_path / "model.safetensors").unlink()
+    engine = router.slots[0].replica
+    engine.kill()
+    wait_for(lambda: ready(router) == 1)
+    wait_for(lambda: ready(router) == 2)
+    assert router.slots[0].replica is not engine and router.slots[0].replica.version == version
+    gone = Checkpoint((tmp_path / "model.safetensors",))  # nothing to keep: the replicas say what is wrong
+    with pytest.raises(WeightSyncError, match="cannot be read"):
+        router.update_weights(gone, PolicyVersion(version + 1))
 
 
 def test_a_replica_that_joins_after_a_rewind_is_rewound_too(router: Router) -> None:

@@ -293,10 +293,11 @@ class Router(Generates):
         if version <= self.version:
             raise WeightSyncError(f"version {version} is not newer than {self.version}")
         with self._new_folder() as folder, self._telling:
-            checkpoint = tensors
-            if not isinstance(checkpoint, Checkpoint):
-                checkpoint = Checkpoint.write(tensors, folder / "model.safetensors")
-            told = _Told((checkpoint, version), {"partial": partial, "timeout_s": MOVE_TIMEOUT_S}, folder)
+            if isinstance(tensors, Checkpoint):
+                tensors = _kept(tensors, folder)
+            else:
+                tensors = Checkpoint.write(tensors, folder / "model.safetensors")
+            told = _Told((tensors, version), {"partial": partial, "timeout_s": MOVE_TIMEOUT_S}, folder)
             try:
                 self.on_all("update_weights", *told.args, **told.kwargs)
             except RillError as error:
@@ -549,6 +550,20 @@ class Router(Generates):
         return [
             future.result() if error is None else None for future, error in zip(futures, errors, strict=True)
         ]
+
+
+def _kept(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    """A copy; the caller's own files where there is no room for one."""
+    copies = tuple(folder / f"{index:05d}.safetensors" for index in range(len(checkpoint.shards)))
+    try:
+        for shard, copy in zip(checkpoint.shards, copies, strict=True):
+            shutil.copyfile(shard, copy)
+    except OSError as error:
+        log.warning("%s: a replica that joins late will look for the weights there", error)
+        for copy in copies:
+            copy.unlink(missing_ok=True)
+        return checkpoint
+    return Checkpoint(copies)
 
 
 def _recorded(flight: Flight) -> Request:
