@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from rill.errors import PeerDiedError, RillError, WorkerError
+from rill.errors import CheckpointError, PeerDiedError, RillError, WorkerError
 from rill.journal.checkpoints import RunCheckpoints, place_of, step_of, whole_checkpoints
 from rill.planning.pilot import Pilot
 from rill.planning.replan import Replanner
@@ -114,7 +114,10 @@ class Workflow(ABC):
 
 def may_follow_a_death(error: RillError, is_ready: bool) -> bool:
     """Whether a lost process can be behind it. What a worker raised may be what its peer's death looks like to it, but
-    not before all are ready: then its own start failed, and would fail again."""
+    not before all are ready: then its own start failed, and would fail again. A checkpoint that a worker cannot write
+    may lack a peer's part."""
+    if isinstance(error, CheckpointError) and isinstance(error.__cause__, WorkerError):
+        return is_ready
     if isinstance(error, WorkerError):
         return is_ready and not isinstance(error.__cause__, RillError)
     return isinstance(error, PeerDiedError)

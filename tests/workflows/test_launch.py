@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from rill.config import load_recipe, resolve
-from rill.errors import ConfigError, PlanError
+from rill.errors import CheckpointError, ConfigError, PlanError, WorkerError
+from rill.journal.checkpoints import RunCheckpoints
 from rill.models.loading import ModelConfig
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CPU, CUDA
@@ -19,6 +22,7 @@ from rill.workflows.config import OnlineConfig
 from rill.workflows.grpo import GRPO
 from rill.workflows.language import require_same_tokenizer
 from rill.workflows.launch import Launcher, routed
+from rill.workflows.workflow import may_follow_a_death
 from tests.workflows.scene import MODEL
 
 
@@ -107,3 +111,21 @@ def test_the_placement_decides_how_weights_travel(
 
     assert route(type="auto", verify="off") == (expected, "off")
     assert route(type="disk") == ("disk", "full")
+
+
+def test_a_checkpoint_that_fails_in_a_worker_may_be_its_peers_death_and_one_on_a_full_disk_is_not(
+    tmp_path: Path,
+) -> None:
+    """The peers of a rank that is killed while it writes cannot write theirs, and may say so first."""
+    run = Run.create("r", root=tmp_path)
+    for cause, may_follow in (
+        (WorkerError("…", group="actor", rank=0, remote_traceback=""), True),
+        (OSError(28), False),
+    ):
+        handle = SimpleNamespace(wait=Mock(side_effect=cause))
+        group = SimpleNamespace(save=lambda folder, handle=handle: handle)
+        checkpoints = RunCheckpoints(run, {"actor": group}, 3, 1.0)  # type: ignore[dict-item]
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.save(1)
+        assert may_follow_a_death(caught.value, is_ready=True) is may_follow
+    run.close()
