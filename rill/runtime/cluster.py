@@ -64,6 +64,7 @@ class Cluster:
         `trace_dir`: where workers write their trace. `log_dir`: keep the workers' output and stuck-run reports there;
         else the output is removed with the session, and reports stay in the system's temporary directory."""
         self._lock = threading.Lock()
+        self._reopening = threading.Lock()
         self._is_closed = True  # until it is open
         self._owner_pid = os.getpid()
         self._backend = backend or LocalBackend(devices, elastic=elastic)
@@ -235,16 +236,23 @@ class Cluster:
             self._supervisor.hub_lost(f"the hub ended too often and is not started again: {how}")
 
     def _on_node_lost(self, node_id: str, reason: str) -> None:
-        if self._is_closed or node_id not in self._nodes:
-            return
-        del self._nodes[node_id]
-        try:  # first, so that whoever sees its rank dead can relaunch it
-            client = self._nodes[node_id] = self._backend.reopen(node_id)
-        except RunError:  # it is gone for good: launches on it say so
-            self.devices = tuple(device for device in self.devices if device.node_id != node_id)
-        else:
-            self._start_services(client)
-        self._supervisor.node_lost(node_id, reason)
+        with (
+            self._reopening
+        ):  # of one that is gone again at once its own thread may tell before it is known here
+            if self._is_closed or node_id not in self._nodes:
+                return
+            del self._nodes[node_id]
+            try:  # first, so that whoever sees its rank dead can relaunch it
+                client = self._nodes[node_id] = self._backend.reopen(node_id)
+            except (RunError, OSError) as error:  # it is gone for good: launches on it say so
+                _log.error("the agent of %s cannot be started again: %s", node_id, error)
+                self.devices = tuple(device for device in self.devices if device.node_id != node_id)
+            else:
+                with contextlib.suppress(RunError):  # gone again: that is told too
+                    self._start_services(client)
+            self._supervisor.node_lost(node_id, reason)
+            if node_id == self.context.site.node_id and node_id not in self._nodes:
+                self._supervisor.hub_lost(reason)
 
     def _node(self, node_id: str) -> NodeClient:
         if node_id not in self._nodes:

@@ -21,6 +21,7 @@ from rill.runtime import context as runtime_context
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.device import Device
+from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.runtime.process import backend, supervisor
 from rill.runtime.process.agent import Exited
@@ -85,6 +86,52 @@ def test_the_death_of_the_agent_fails_its_workers_and_they_can_be_relaunched() -
         assert becomes_true(lambda: not is_running(pid))
         group.relaunch(0)
         assert group.plus(1).wait(20) == [1]
+
+
+def test_an_agent_that_cannot_be_started_again_fails_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(node_id: str) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with Cluster(devices="cpu:1") as cluster:
+        group = Echo.launch(cluster, name="echo", threads=1)
+        waiting, asked = group.sleep(60), cluster.context.hub.ask("registry.find", "nobody[0]")
+        cluster.context.hub.call("registry.sync", None)
+        monkeypatch.setattr(cluster._backend, "reopen", no_room)
+        os.kill(cluster._nodes["node0"].agent_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        with pytest.raises(PeerDiedError, match="agent of node0"):
+            waiting.wait(30)
+        with pytest.raises(PeerDiedError, match="agent of node0"):
+            asked.result(30)
+        with pytest.raises(RunError, match="node0 is gone"):
+            group.relaunch(0)
+
+
+def test_an_agent_that_is_gone_again_at_once_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Cluster(devices="cpu:1") as cluster:
+        group = Echo.launch(cluster, name="echo", threads=1)
+        waiting, reopen = group.sleep(60), cluster._backend.reopen
+
+        def gone_at_once(node_id: str) -> backend.NodeClient:
+            monkeypatch.setattr(cluster._backend, "reopen", reopen)
+            client = reopen(node_id)
+            os.kill(client.agent_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.waitid(os.P_PID, client.agent_pid, os.WEXITED | os.WNOWAIT)  # type: ignore[attr-defined]
+            return client
+
+        monkeypatch.setattr(cluster._backend, "reopen", gone_at_once)
+        os.kill(cluster._nodes["node0"].agent_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        with pytest.raises(PeerDiedError, match="agent of node0"):
+            waiting.wait(30)
+        assert becomes_true(lambda: can_relaunch(group))
+        assert group.plus(1).wait(20) == [1]
+
+
+def can_relaunch(group: WorkerGroup[Echo]) -> bool:
+    try:
+        group.relaunch(0, timeout_s=20)
+    except RunError:
+        return False
+    return True
 
 
 def test_a_call_in_flight_ends_with_its_cluster_even_where_no_agent_tells_of_its_worker(

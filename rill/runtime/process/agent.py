@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from rill.errors import in_words
 from rill.runtime.process.session import hold_session, remove_session
 from rill.runtime.process.threads import loading_for_workers
 
@@ -146,9 +147,12 @@ class Agent:
 
     def _handle(self, request: Start | str) -> None:
         if isinstance(request, Start):
-            if not request.restart:  # services need none of it, and workers wait for them
-                _import_for_workers(self.spec.preload)
-            self._start(request, [])
+            try:
+                if not request.restart:  # services need none of it, and workers wait for them
+                    _import_for_workers(self.spec.preload)
+                self._start(request, [])
+            except Exception as error:  # noqa: BLE001  boundary: the others of the session are not to end with it
+                self._tell(Exited(request.key, 0, _not_started(error), request.restart, False))
         else:
             for pid, (started, _) in self.children.items():
                 if started.key == request:
@@ -199,23 +203,32 @@ class Agent:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 return
+            pid = ended.si_pid
+            if pid in self.children:
+                _kill_group(pid)  # before it is waited for: until then its number is nobody else's
+            status = os.waitpid(pid, 0)[1]
             child = self.children.pop(pid, None)
             if child is None:
                 continue  # an adopted process
-            _kill_group(pid)
             request, starts_s = child
             how = _how(os.waitstatus_to_exitcode(status), request.log_path)
             recent = [start_s for start_s in starts_s if time.monotonic() - start_s < 60.0]
             is_restarted = request.restart and len(recent) < MAX_RESTARTS_PER_MINUTE
             if is_restarted:
-                self._start(request, recent)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self.control.send(Exited(request.key, pid, how, request.restart, is_restarted))
+                try:
+                    self._start(request, recent)
+                except OSError as error:
+                    how, is_restarted = f"{how}\n{_not_started(error)}", False
+            self._tell(Exited(request.key, pid, how, request.restart, is_restarted))
+
+    def _tell(self, event: Exited) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.control.send(event)
 
     def _end(self) -> None:
         """Kill every process of the session, remove its folders, exit."""
@@ -298,6 +311,10 @@ def _kill_group(pid: int) -> None:
     """What a child that may be gone has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def _not_started(error: Exception) -> str:
+    return f"it could not be started ({in_words(error)})"
 
 
 def _how(exit_code: int, log_path: str) -> str:
