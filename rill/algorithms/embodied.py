@@ -17,7 +17,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from rill.algorithms.advantages.grpo import standardise
 from rill.algorithms.filters import DropReason, Verdict
+from rill.algorithms.mismatch import MAX_LOG_RATIO
 from rill.config.base import Config
 from rill.types import Bits, Floats
 
@@ -97,13 +99,13 @@ def chunk_gae(
 
 
 def group_advantages(rewards_N: Sequence[float], group_ids_N: Sequence[str], eps: float = 1e-6) -> Floats:
-    """A = (S − mean) / (std + ε) over the episodes of one group id, in whatever order they stand."""
+    """GRPO's, over the episodes of one group id, in whatever order they stand."""
     rewards = np.asarray(rewards_N, np.float64)
     advantages = np.zeros(len(rewards), np.float32)
     ids = np.asarray(group_ids_N)
     for group in dict.fromkeys(group_ids_N):
         mine = ids == group
-        advantages[mine] = (rewards[mine] - rewards[mine].mean()) / (rewards[mine].std() + eps)
+        advantages[mine] = standardise(rewards[mine], eps)
     return advantages
 
 
@@ -157,6 +159,7 @@ def ppo_loss(
         change, weight, advantage = change_BJ.sum(1), executed_BJ.any(1).float(), advantages_B
     else:
         change, weight, advantage = change_BJ, mask_BJ, advantages_B[:, None].expand_as(change_BJ)
+    change = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = change.exp()
     bounded = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     policy = -torch.minimum(ratio * advantage, bounded * advantage)

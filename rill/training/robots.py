@@ -127,7 +127,10 @@ class RobotTrainer:
             order = rng.permutation(len(rows))
             passed = torch.zeros(2, dtype=torch.float64)
             for part in np.array_split(order, self.config.num_mini_batches):
-                losses, norm = self._step(rows, torch.from_numpy(part))
+                made = self._step(rows, torch.from_numpy(part))
+                if made is None:
+                    continue
+                losses, norm = made
                 sums += losses
                 passed += losses[[4, 0]]
                 norms.append(norm)
@@ -292,9 +295,15 @@ class RobotTrainer:
         whitened: Floats = ((advantages_B - mean) / (spread + 1e-8)).astype(np.float32)
         return whitened
 
-    def _step(self, rows: Rows, chosen: Tensor) -> tuple[Tensor, float]:
-        """One optimizer step; (count, value, entropy, clipped, kl) summed over all ranks, and the gradient's norm."""
+    def _step(self, rows: Rows, chosen: Tensor) -> tuple[Tensor, float] | None:
+        """One optimizer step; (count, value, entropy, clipped, kl) summed over all ranks, and the gradient's norm; None
+        where there are fewer rows than mini-batches, and no rank has any of this one."""
         executed_BJ = rows.executed_BJ[chosen].to(self.device)
+        num_actions, ratios = executed_BJ.sum(), count_of(self.algorithm.level, executed_BJ)
+        counts = self._over_ranks(torch.stack([ratios, executed_BJ.any(1).sum(), num_actions]).double().cpu())
+        num_ratios, num_chunks, num_actions_all = counts.tolist()
+        if not num_ratios:
+            return None
         inputs = rows.inputs.rows(chosen).to(self.device)
         latents = {name: tensor[chosen].to(self.device) for name, tensor in rows.latents.items()}
         now = self.policy.evaluate(inputs, latents)
@@ -309,10 +318,6 @@ class RobotTrainer:
             returns_B=rows.returns_B[chosen].to(self.device),
         )
         size = self.policy.spec.action_size
-        num_actions = executed_BJ.sum()
-        ratios = count_of(self.algorithm.level, executed_BJ)
-        counts = self._over_ranks(torch.stack([ratios, executed_BJ.any(1).sum(), num_actions]).double().cpu())
-        num_ratios, num_chunks, num_actions_all = counts.tolist()
         total = loss.policy - self.algorithm.entropy * loss.entropy / size * (num_ratios / num_actions_all)
         if self.algorithm.estimator is Estimator.GAE:
             total = total + self.algorithm.value_coefficient * loss.value * (num_ratios / num_chunks)

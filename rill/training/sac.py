@@ -14,11 +14,11 @@ import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from rill.errors import CheckpointError, ConfigError, InvalidSampleError
@@ -104,6 +104,14 @@ class SACTrainer(RobotTrainer):
         """How fast the target critics follow."""
         initial_alpha: float = Field(default=0.1, gt=0)
         """Weight of the entropy at the start; it is learned."""
+
+        @model_validator(mode="after")
+        def _gets_warm(self) -> Self:
+            if self.warm_up > self.capacity:
+                raise ValueError(
+                    f"warm_up {self.warm_up} is above capacity {self.capacity}: nothing would be learned"
+                )
+            return self
 
     config: Config
     policy: SquashedPolicy

@@ -63,7 +63,16 @@ def test_chunks_of_one_action_are_the_textbooks_gae() -> None:
 
 def test_groups_are_known_by_id_and_not_by_order() -> None:
     found = group_advantages([1, 5, 0, 5], ["a", "b", "a", "b"])
-    assert found == pytest.approx([1.0, 0.0, -1.0, 0.0], abs=1e-4)
+    assert found == pytest.approx([0.5**0.5, 0.0, -(0.5**0.5), 0.0], abs=1e-4), (
+        "unbiased, as GRPO is everywhere"
+    )
+    assert group_advantages([0.1] * 3, ["a"] * 3).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("level", list(Level))
+def test_a_probability_that_has_run_away_gives_no_infinite_loss(level: Level) -> None:
+    loss, grad, _ = loss_of(level, [[200.0, 0.0], [0.0, 0.0]], [-1.0, 0.0])
+    assert np.isfinite(loss.policy.item()) and np.isfinite(loss.kl.item()) and grad.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,14 @@ def test_what_was_not_executed_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*learned, strict=True))
 
 
+def test_a_batch_of_fewer_chunks_than_mini_batches_is_trained_on() -> None:
+    trainer = trainer_of(num_mini_batches=8, num_epochs=1)
+    before = [parameter.clone() for parameter in trainer.policy.parameters()]
+    metrics = trainer.update([episode(trainer, 0)])
+    assert metrics["policy/updates"] == 2 and np.isfinite(list(metrics.values())).all()
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))
+
+
 def test_a_failed_episode_is_never_trained_on() -> None:
     trainer = trainer_of()
     with pytest.raises(InvalidSampleError, match="never trained on"):

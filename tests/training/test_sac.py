@@ -109,11 +109,11 @@ def test_a_loaded_trainer_goes_on_bit_for_bit_with_its_buffer(tmp_path: Path, ca
 def test_a_buffer_that_is_loaded_into_one_of_another_size_keeps_the_newest(
     tmp_path: Path, capacity: int
 ) -> None:
-    first = trainer_of(capacity=5, warm_up=1_000)
+    first = trainer_of(capacity=5, warm_up=0)
     episodes = [episode(first, n) for n in range(3)]
     first.update(episodes)
     first.save(str(tmp_path))
-    second = trainer_of(capacity=capacity, warm_up=1_000)
+    second = trainer_of(capacity=capacity, warm_up=0)
     second.load(str(tmp_path))
     rewards = transitions(episodes, SPEC)["rewards"][-5:][-capacity:]
     assert second.buffer is not None and second.buffer.size == len(rewards)
@@ -124,3 +124,8 @@ def test_a_policy_that_sac_cannot_learn_is_refused() -> None:
     policy = open_policy(GaussianPolicy.Config(), SPEC)
     with pytest.raises(ConfigError, match="policy.type = 'squashed'"):
         SACTrainer(SACTrainer.Config(), EmbodiedAlgorithmConfig(), policy)
+
+
+def test_a_buffer_that_never_gets_warm_is_refused() -> None:
+    with pytest.raises(ValueError, match="warm_up 1000 is above capacity 500"):
+        SACTrainer.Config(capacity=500)

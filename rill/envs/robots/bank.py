@@ -3,7 +3,8 @@
 Called by process.py's child, and by tests. Simulators of one scene are played one after the other by a Bank; one that
 steps many scenes at once is a `Scenes` itself (mjx.py). A chunk is played until its episode ends, by the simulator or
 after `max_steps` actions: what follows in it is not executed, and a finished simulator is never stepped. A simulator
-that raises, or whose observation is not finite, ends its own episode with an error and is opened anew: others go on.
+that raises, or whose observation or reward is not finite, ends its own episode with an error and is opened anew: others
+go on.
 """
 
 from __future__ import annotations
@@ -152,6 +153,8 @@ class Bank(Scenes):
         try:
             for j in range(length):
                 step = simulator.step(act(simulator, j))
+                if not np.isfinite(step.reward):
+                    raise ValueError(f"the simulator's reward is {step.reward}")
                 rewards_J[j], executed_J[j] = step.reward, True
                 observation = _finite(step.observation)
                 pictures += self._pictures(slot)

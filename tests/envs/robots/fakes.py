@@ -13,7 +13,7 @@ from rill.envs.robots.base import Simulator, SimulatorConfig, Step
 from rill.errors import ConfigError
 from rill.types import Floats, InitialState, Observation, RobotSpec
 
-HANG, CRASH, RAISE, NOT_FINITE = 9001, 9002, 9003, 9004
+HANG, CRASH, RAISE, NOT_FINITE, NO_REWARD = 9001, 9002, 9003, 9004, 9005
 """State ids whose first action goes wrong."""
 
 
@@ -67,7 +67,8 @@ class PointSimulator(Simulator):
         is_over = abs(self._place) >= 0.4
         if is_over:
             self._steps = self._config.max_steps
-        return Step(self._seen(), float(success), is_over, success)
+        reward = float("nan") if self._start.state_id == NO_REWARD else float(success)
+        return Step(self._seen(), reward, is_over, success)
 
     def expert(self) -> Floats:
         return np.array([-1.0 if self._start.task == "left" else 1.0], np.float32)

@@ -6,7 +6,7 @@ import pytest
 from rill.envs.robots.bank import Bank, Begin
 from rill.envs.robots.recording import Choice, Recording, demonstrate
 from rill.types import Decision, InitialState, PolicyVersion
-from tests.envs.robots.fakes import NOT_FINITE, RAISE, PointSimulator
+from tests.envs.robots.fakes import NO_REWARD, NOT_FINITE, RAISE, PointSimulator
 
 RIGHT = np.ones((4, 1), np.float32)
 
@@ -48,7 +48,10 @@ def test_the_same_name_is_the_same_scene(bank: Bank) -> None:
     assert len({tuple(played.observation.state.tolist()) for played in seen.values()}) == 1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("state_id", "said"), [(RAISE, "a joint fell off"), (NOT_FINITE, "not finite")])
+@pytest.mark.parametrize(
+    ("state_id", "said"),
+    [(RAISE, "a joint fell off"), (NOT_FINITE, "not finite"), (NO_REWARD, "reward is nan")],
+)
 def test_a_simulator_that_fails_ends_its_own_episode_and_the_others_go_on(
     bank: Bank, state_id: int, said: str
 ) -> None:
