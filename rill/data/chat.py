@@ -354,6 +354,6 @@ def _call_dict(call: Mapping[str, Any], arguments_as_text: bool) -> dict[str, An
     elif not arguments_as_text and isinstance(arguments, str):
         try:
             function["arguments"] = json.loads(arguments)
-        except ValueError:  # what the model wrote is no JSON: shown as it is
+        except (ValueError, RecursionError):  # what the model wrote is no JSON: shown as it is
             function["arguments"] = arguments
     return {**call, "function": function}

@@ -112,7 +112,12 @@ class ToolCallStream:
         """Take the block's calls; the content that it is where it holds none."""
         syntax = self._syntax
         inner = block.strip().removeprefix(syntax.open).removesuffix(syntax.close or "")
-        calls = syntax.parse(inner.strip(), self._tools)
+        try:
+            calls = syntax.parse(inner.strip(), self._tools)
+            for call in calls or ():
+                (call.name + call.arguments).encode()
+        except (RecursionError, UnicodeEncodeError):  # thousands of brackets; half a character
+            calls = None
         if calls is not None and not block.startswith(syntax.open):
             # Without a marker, an answer that is JSON looks the same: only the names of tools tell.
             calls = calls if all(call.name in self._tools for call in calls) else None
@@ -170,7 +175,7 @@ def _parse_json_calls(text: str, tools: Tools) -> list[ParsedCall] | None:
     while at < len(text):
         try:
             value, at = _raw_decode(text, at)
-        except (ValueError, RecursionError):
+        except ValueError:
             return None
         found += value if isinstance(value, list) else [value]
         while at < len(text) and text[at] in "; ,\n\r\t":

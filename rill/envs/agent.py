@@ -302,7 +302,8 @@ class Agent:
         if not changes:
             return sampling
         if "stop" in changes:
-            changes["stop"] = (*sampling.stop, *changes["stop"])
+            stop = changes["stop"]
+            changes["stop"] = (*sampling.stop, *((stop,) if isinstance(stop, str) else stop))
         if "max_new_tokens" in changes:
             changes["max_new_tokens"] = min(changes["max_new_tokens"], sampling.max_new_tokens)
         return replace(sampling, **changes)

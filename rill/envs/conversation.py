@@ -140,6 +140,6 @@ def _call_key(call: Mapping[str, Any]) -> tuple[str, bytes]:
     function = call.get("function", {})
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with contextlib.suppress(msgspec.DecodeError, UnicodeError):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
             arguments = _decode(arguments)
     return str(function.get("name")), _encode(arguments)

@@ -106,7 +106,7 @@ class OpenEnvGame:
         start, end = text.find("{"), text.rfind("}")
         try:
             action = json.loads(text[start : end + 1])
-        except ValueError:
+        except (ValueError, RecursionError):
             action = None
         if not isinstance(action, dict):
             raise Refused("answer with one JSON object")

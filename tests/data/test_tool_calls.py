@@ -44,3 +44,22 @@ def test_calls_are_found_however_the_text_is_cut(
         assert [(call.name, json.loads(call.arguments)) for call in found] == calls
     if name != "glm" or "<arg_key>" in text:
         assert detect_syntax(text) is SYNTAXES[name], "a template that writes this teaches it"
+
+
+DEEP = '{"a": ' + "[" * 20_000 + "]" * 20_000 + "}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f'<tool_call>{{"name": "add", "arguments": {DEEP}}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"city": "\\ud800"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("llama", f'{{"name": "add", "parameters": {DEEP}}}'),
+        ("mistral", f"[TOOL_CALLS]add[ARGS]{DEEP}"),
+        ("mistral", f'[TOOL_CALLS][{{"name": "add", "arguments": {DEEP}}}]'),
+    ],
+    ids=["hermes, deep", "half a character", "in the name", "llama", "mistral", "mistral, older"],
+)
+def test_what_no_reader_takes_is_content(name: str, text: str) -> None:
+    assert ToolCallStream(SYNTAXES[name], TOOLS).feed(text, is_last=True) == (text, [])

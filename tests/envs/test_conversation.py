@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+from rill.data.chat import message_dict
 from rill.envs.conversation import Heard, Offer
 from rill.types import Message
 
@@ -40,3 +41,12 @@ def test_tools_are_the_same_whatever_the_order_of_their_keys() -> None:
         {"function": {"description": "d", "name": "f"}},
     )
     assert Offer.of([one]).key == Offer.of([other]).key != Offer.of([]).key
+
+
+def test_arguments_of_thousands_of_brackets_are_compared_and_shown_as_they_are() -> None:
+    deep = '{"a": ' + "[" * 20_000 + "]" * 20_000 + "}"
+    start = Heard()
+    known = start.then(call(deep))
+    assert start.then(call(deep)) is known and start.then(call("{}")) is not known
+    (shown,) = message_dict(call(deep))["tool_calls"]
+    assert shown["function"]["arguments"] == deep

@@ -473,11 +473,13 @@ def test_a_function_that_cannot_be_one_is_refused() -> None:
 async def test_sampling_can_be_changed_but_not_beyond_the_runs_length() -> None:
     async def run(task: Prompt, agents: Agents) -> float:
         await agents.policy.generate(task, stop=["</a>"], temperature=0.5, max_new_tokens=999)
+        await agents.policy.generate(task, stop="</a>")
         return 1.0
 
-    policy = Scripted("x")
+    policy = Scripted("x", "y")
     await play(playing(run), policy, QUESTION, sampling=SamplingParams(max_new_tokens=7, stop=("!",)))
     assert policy.sampling[0].stop == ("!", "</a>") and policy.sampling[0].max_new_tokens == 7
+    assert policy.sampling[1].stop == ("!", "</a>"), "one may be given by itself"
     assert policy.sampling[0].temperature == 0.5
 
 

@@ -71,9 +71,10 @@ async def test_a_session_is_an_episode_with_a_reward_by_step(url: str) -> None:
     assert said == ["2", "1?", "one", "That is no action: a number", "1"]
 
 
-async def test_answers_may_be_the_action_as_json(url: str) -> None:
+@pytest.mark.parametrize("nothing", ["hm", '{"a": ' + "[" * 50_000 + "}"], ids=["words", "brackets"])
+async def test_answers_may_be_the_action_as_json(url: str, nothing: str) -> None:
     env = environment("openenv", url=url, observation="text", invalid_reward=-1.0)
-    episode = await play(env, Scripted("hm", 'I say {"say": "2"}', '{"say": 1}'))
+    episode = await play(env, Scripted(nothing, 'I say {"say": "2"}', '{"say": 1}'))
     assert episode.failure is None and episode.reward == 0.0, (
         "1 for the game, -1 for an answer without an action"
     )
