@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,10 @@ class LeRobotData:
         if action_range is not None and {len(side) for side in action_range} != {spec.action_size}:
             raise ConfigError(f"imitation.action_range has not {spec.action_size} numbers on each side")
         self._range = None if action_range is None else np.array(action_range, np.float32)
+        if self._range is not None and not (self._range[0] < self._range[1]).all():
+            raise ConfigError(
+                "imitation.action_range: the lowest action must lie below the highest, number by number"
+            )
 
     def episodes(self, most: int) -> list[tuple[list[Observation], Floats]]:
         """The first ones: what was seen, and what was done then [T, A] in −1 … 1."""
@@ -69,18 +73,16 @@ class LeRobotData:
         columns = ["episode_index", "task_index", STATE, ACTION, *self._cameras.values()]
         for file in files:
             table = open_parquet(file).read(columns=columns).to_pydict()
-            actions_TA = self._scaled(_rows(table[ACTION]), file)
-            states_TS, numbers = _rows(table[STATE]), np.array(table["episode_index"])
+            if missing := set(columns) - table.keys():
+                raise DataError(f"{file} has no column {', '.join(sorted(missing))}")
+            actions_TA = self._scaled(
+                _rows(table[ACTION], self._spec.action_size, f"{ACTION} in {file}"), file
+            )
+            states_TS = _rows(table[STATE], self._spec.state_size, f"{STATE} in {file}")
+            numbers = np.array(table["episode_index"])
             for number in np.unique(numbers):
                 rows = np.flatnonzero(numbers == number)
-                seen = [
-                    Observation(
-                        state=states_TS[row],
-                        images={c: self._pixels(table[name][row]) for c, name in self._cameras.items()},
-                        instruction=tasks.get(table["task_index"][row], ""),
-                    )
-                    for row in rows
-                ]
+                seen = [self._observation(table, row, states_TS[row], tasks, file) for row in rows.tolist()]
                 found.append((seen, actions_TA[rows]))
                 if len(found) == most:
                     return found
@@ -111,13 +113,29 @@ class LeRobotData:
                 f"one of {there or '(it has none)'}"
             )
 
+    def _observation(
+        self, table: Mapping[str, Any], row: int, state_S: Floats, tasks: Mapping[int, str], file: Path
+    ) -> Observation:
+        try:
+            images = {camera: self._pixels(table[name][row]) for camera, name in self._cameras.items()}
+            return Observation(state=state_S, images=images, instruction=tasks[table["task_index"][row]])
+        except (OSError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{file}, row {row + 1}: its picture or its task cannot be read: {error!r}"
+            ) from error
+
     def _tasks(self) -> dict[int, str]:
         lines = self._folder / "meta" / "tasks.jsonl"
         if lines.is_file():
-            rows = [
-                json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines() if line.strip()
-            ]
-            return {row["task_index"]: row["task"] for row in rows}
+            found = {}
+            for number, line in enumerate(lines.read_bytes().splitlines(), start=1):
+                try:
+                    if line.strip():
+                        row = json.loads(line)
+                        found[row["task_index"]] = str(row["task"])
+                except (ValueError, TypeError, KeyError) as error:
+                    raise DataError(f"{lines}, line {number}: no task with its number: {error!r}") from error
+            return found
         table = open_parquet(self._folder / "meta" / "tasks.parquet").read().to_pydict()
         numbers = table.pop("task_index")
         (words,) = table.values()  # the index of a table of pandas, whose column may have any name
@@ -142,6 +160,14 @@ class LeRobotData:
         return pixels
 
 
-def _rows(column: Any) -> npt.NDArray[np.float32]:
+def _rows(column: Sequence[Any], size: int, name: str) -> npt.NDArray[np.float32]:
     """[T, size]; a feature of one number is a number."""
-    return np.array(column, np.float32).reshape(len(column), -1)
+    rows = np.zeros((len(column), size), np.float32)
+    for number, value in enumerate(column):
+        try:
+            rows[number] = np.array(value, np.float32).reshape(size)
+        except (TypeError, ValueError):
+            rows[number] = np.nan
+        if not np.isfinite(rows[number]).all():
+            raise DataError(f"{name}, row {number + 1}: not {size} finite numbers: {value!r:.80}")
+    return rows

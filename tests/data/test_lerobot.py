@@ -149,3 +149,50 @@ def test_a_folder_of_something_else_and_another_version_are_named(tmp_path: Path
         LeRobotData(tmp_path, SPEC)
     with pytest.raises(DataError, match="format v1.6"):
         LeRobotData(written(tmp_path / "old", "v1.6"), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [
+        ("action", None, "action in .*, row 2: not 1 finite numbers: None"),
+        ("action", float("nan"), "action in .*, row 2: not 1 finite numbers"),
+        ("observation.state", [1.0], "observation.state in .*, row 2: not 2 finite numbers"),
+        ("observation.state", None, "observation.state in .*, row 2: not 2 finite numbers"),
+        (
+            "observation.images.front",
+            {"bytes": b"no picture", "path": None},
+            "row 2: its picture or its task",
+        ),
+        ("observation.images.front", None, "row 2: its picture or its task"),
+        ("task_index", 7, "row 2: its picture or its task cannot be read: KeyError"),
+    ],
+)
+def test_a_bad_frame_is_named_by_file_and_row(tmp_path: Path, column: str, value: Any, says: str) -> None:
+    import pyarrow.parquet as parquet
+
+    folder = written(tmp_path / "data set", "v2.1")
+    broken = frames(1, LENGTHS[0])
+    broken[column][1] = value
+    parquet.write_table(pyarrow.table(broken), folder / "data" / "chunk-000" / "episode_000001.parquet")
+    with pytest.raises(DataError, match=says) as caught:
+        LeRobotData(folder, SPEC).episodes(10)
+    assert "episode_000001.parquet" in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ['{"task_index": 1}', "go left", "[1]"])
+def test_a_bad_task_is_named_by_file_and_line(tmp_path: Path, line: str) -> None:
+    folder = written(tmp_path / "data set", "v2.1")
+    (folder / "meta" / "tasks.jsonl").write_text('{"task_index": 0, "task": "go right"}\n' + line)
+    with pytest.raises(DataError, match=r"tasks\.jsonl, line 2: no task with its number"):
+        LeRobotData(folder, SPEC).episodes(10)
+
+
+def test_a_column_that_is_missing_and_a_range_without_room_say_so(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="must lie below the highest"):
+        LeRobotData(folder, BLIND, action_range=((0.5,), (0.5,)))
+    for file in (folder / "data" / "chunk-000").iterdir():
+        import pyarrow.parquet as parquet
+
+        parquet.write_table(parquet.read_table(file).drop(["action"]), file)
+    with pytest.raises(DataError, match="has no column action"):
+        LeRobotData(folder, SPEC).episodes(10)
