@@ -13,7 +13,7 @@ your own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -132,17 +132,21 @@ class _Connection:
 
     async def list_tools(self) -> list[Any]:
         if self._tools is None:
-            client = await self._client()
-            self._tools = list((await client.list_tools()).tools)
+            listed = await self._asked(lambda client: client.list_tools())
+            self._tools = list(listed.tools)
         return self._tools
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        client = await self._client()
+        return await self._asked(lambda client: client.call_tool(name, dict(arguments)))
+
+    async def _asked(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        ready = await self._connected()
+        client = ready.result()
         try:
-            return await client.call_tool(name, dict(arguments))
+            return await ask(client)
         except Exception as error:  # boundary: says nothing of the connection; it is raised again
             if not await self._is_alive(client):
-                self._drop()
+                self._drop(ready)
                 raise ConnectionError(f"the MCP server {self._name} is gone") from error
             raise
 
@@ -154,21 +158,24 @@ class _Connection:
             return False
         return True
 
-    async def _client(self) -> Any:
+    async def _connected(self) -> asyncio.Future[Any]:
+        """With the client."""
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
             self._keeper = asyncio.ensure_future(self._keep(self._ready))
+        ready = self._ready
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                return await asyncio.shield(self._ready)
+                await asyncio.shield(ready)
         except TimeoutError:
-            self._drop()
+            self._drop(ready)
             raise ConnectionError(
                 f"the MCP server {self._name} did not start within {self._start_timeout_s:g} s"
             ) from None
         except ConnectionError:
-            self._drop()
+            self._drop(ready)
             raise
+        return ready
 
     async def _keep(self, ready: asyncio.Future[Any]) -> None:
         try:
@@ -179,7 +186,8 @@ class _Connection:
             if not ready.done():
                 ready.set_exception(ConnectionError(f"the MCP server {self._name} does not start: {error}"))
 
-    def _drop(self) -> None:
-        if self._keeper is not None:
+    def _drop(self, ready: asyncio.Future[Any]) -> None:
+        """Unless another one has replaced it by now."""
+        if self._ready is ready and self._keeper is not None:
             self._keeper.cancel()
-        self._keeper = self._ready = self._tools = None
+            self._keeper = self._ready = self._tools = None

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
-from rill.envs.mcp import McpEnvironment, ServerConfig
+from rill.envs.mcp import McpEnvironment, ServerConfig, _Connection
 from rill.types import Episode, Failure, Message, Prompt
 from tests.data.templates import HERMES, tokenizer_for
 from tests.envs.scripted import Scripted, play
@@ -76,3 +78,58 @@ def test_a_server_has_one_place() -> None:
         ServerConfig()
     with pytest.raises(ValueError, match="exactly one of"):
         ServerConfig(url="http://x", object="y:z")
+
+
+class Client:
+    """Of a connection that can be broken, told by its number."""
+
+    opened: ClassVar[list[Client]]
+
+    def __init__(self) -> None:
+        self.is_broken = self.is_closed = False
+        self.failing = asyncio.Event()
+        self.opened.append(self)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.is_closed = True
+
+    async def list_tools(self) -> Any:
+        if self.is_broken:
+            raise OSError("broken pipe")
+        return SimpleNamespace(tools=[f"of {self.opened.index(self)}"])
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
+        if name == "slow":
+            await self.failing.wait()
+        await self.list_tools()
+        return name
+
+
+async def test_calls_that_fail_late_do_not_cost_the_connection_that_came_since() -> None:
+    Client.opened = []
+    connection = _Connection(Client, "shop", 5.0)
+    slow = asyncio.ensure_future(connection.call("slow", {}))
+    assert await connection.call("quick", {}) == "quick"
+    first = Client.opened[0]
+    first.is_broken = True
+    with pytest.raises(ConnectionError, match="the MCP server shop is gone"):
+        await connection.call("quick", {})
+    assert await connection.call("quick", {}) == "quick" and len(Client.opened) == 2
+    first.failing.set()
+    with pytest.raises(ConnectionError, match="is gone"):
+        await slow
+    assert await connection.call("quick", {}) == "quick"
+    assert len(Client.opened) == 2 and not Client.opened[1].is_closed
+
+
+async def test_a_server_that_dies_before_it_lists_its_tools_is_started_again() -> None:
+    Client.opened = []
+    connection = _Connection(Client, "shop", 5.0)
+    await connection.call("quick", {})
+    Client.opened[0].is_broken = True
+    with pytest.raises(ConnectionError, match="is gone"):
+        await connection.list_tools()
+    assert await connection.list_tools() == ["of 1"]
