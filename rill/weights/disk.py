@@ -1,7 +1,8 @@
 """Over a file system: one folder per version, visible only when whole.
 
-    folder/v0000000007/bucket-00000.safetensors …   manifest.json     (a difference: bucket-00000.delta)
+    rill-session-weights-…/v0000000007/bucket-00000.safetensors …   manifest.json     (a difference: bucket-00000.delta)
 
+Every publisher has a folder of its own: one that is started again publishes versions that the one before it has, too.
 A version is written beside its place and renamed into it, so a reader sees all of it or nothing. With `delta` on, every
 `full_every`-th version is whole and the others hold differences to the one before; a reader that has missed some walks
 the chain from what it holds, or from the last whole version. Old folders are removed once no chain needs them.
@@ -54,9 +55,9 @@ class DiskPublisher(Publisher):
         super().__init__(config)
         folder = config.folder if isinstance(config, DiskTransport.Config) else ""
         self.config = config
-        self._scratch = None if folder else ScratchFolder("weights", tempfile.gettempdir())
-        self.folder = self._scratch.path if self._scratch else Path(folder).expanduser()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        place = Path(folder).expanduser() if folder else tempfile.gettempdir()
+        self._scratch = ScratchFolder("weights", place)
+        self.folder = self._scratch.path
         self._writing = self.folder
         self._buffers: list[Tensor] = []
         self._previous: list[Tensor] = []
@@ -88,10 +89,7 @@ class DiskPublisher(Publisher):
         if self.config.delta:
             manifest = self._write_buckets(manifest)
         (self._writing / "manifest.json").write_text(manifest_to_json(manifest), encoding="utf-8")
-        place = self.folder / version_folder(manifest.version)
-        if place.exists():
-            raise WeightSyncError(f"{place} exists already: give every run a folder of its own")
-        self._writing.rename(place)
+        self._writing.rename(self.folder / version_folder(manifest.version))
         self._writing = self.folder
         if manifest.base_version is None:
             self._full_versions.append(manifest.version)
@@ -99,8 +97,7 @@ class DiskPublisher(Publisher):
         return manifest
 
     def close(self) -> None:
-        if self._scratch is not None:
-            self._scratch.close()
+        self._scratch.close()
 
     def _write_buckets(self, manifest: WeightManifest) -> WeightManifest:
         is_full = (
@@ -243,7 +240,8 @@ class DiskTransport:
     class Config(FileConfig):
         type: Literal["disk"] = "disk"
         folder: str = ""
-        """Seen by trainer and engines. Empty: a new temporary folder, removed at the end."""
+        """Seen by trainer and engines. Empty: that of temporary files. What is written there is removed at the end, and
+        what a kill has left of it by the next who writes there."""
 
     publisher = DiskPublisher
     receiver = DiskReceiver

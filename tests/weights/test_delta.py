@@ -91,7 +91,7 @@ def test_a_new_receiver_starts_from_the_last_whole_version(tmp_path: Path) -> No
             state = stepped(state, version)
         assert manifest.base_version == 10
         assert same(pulled(receiver, manifest), kept)
-        assert len(list(tmp_path.glob("v*"))) <= 6, "old versions are removed"
+        assert len(list(publisher.folder.glob("v*"))) <= 6, "old versions are removed"
 
 
 def test_a_difference_is_smaller_than_the_weights(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_difference_is_smaller_than_the_weights(tmp_path: Path) -> None:
         moved = {**stepped(big, 1), **frozen}
         assert same(pulled(receiver, publish(publisher, moved, 1)), moved)
         whole, difference = (
-            sum(file.stat().st_size for file in sorted(tmp_path.glob("v*"))[version].glob("bucket-*"))
+            sum(file.stat().st_size for file in sorted(publisher.folder.glob("v*"))[version].glob("bucket-*"))
             for version in (0, 1)
         )
     assert difference < 0.5 * whole, "half of it is frozen, and the other half's high bytes stay"
@@ -115,7 +115,7 @@ def test_a_damaged_or_cut_difference_is_caught(name: str, tmp_path: Path) -> Non
         first = weights(0)
         pulled(receiver, publish(publisher, first, 0))
         manifest = publish(publisher, stepped(first, 1), 1)
-        file = sorted(tmp_path.glob("v*1/*.delta"))[0]
+        file = sorted(publisher.folder.glob("v*1/*.delta"))[0]
         whole = file.read_bytes()
         for _ in range(60):
             broken = bytearray(whole)

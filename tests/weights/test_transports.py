@@ -7,6 +7,8 @@ import pickle
 import random
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +30,7 @@ from rill.weights.base import Receiver, open_publisher, open_receiver, seated
 from rill.weights.buckets import is_finite
 from rill.weights.manifest import BucketSpec, WeightManifest
 from rill.weights.shm import ShmReceiver
+from tests.child import environment
 from tests.runtime.leftovers import becomes_true
 from tests.weights.scene import ends, publish, pulled, same, transport, weights
 
@@ -201,7 +204,7 @@ def test_the_finite_check_agrees_with_torch_on_every_corner(dtype: torch.dtype) 
 def test_a_file_cut_off_at_any_byte_is_caught(tmp_path: Path) -> None:
     with ends("disk", folder=str(tmp_path)) as (publisher, receiver):
         manifest = publish(publisher, weights(1), 1)
-        file = sorted(tmp_path.glob("v*/*.safetensors"))[1]
+        file = sorted(publisher.folder.glob("v*/*.safetensors"))[1]
         whole = file.read_bytes()
         for length in [0, 1, 7, 8, 9, *range(20, len(whole), 97), len(whole) - 1]:
             file.write_bytes(whole[:length])
@@ -216,14 +219,44 @@ def test_a_version_on_disk_is_invisible_until_it_is_whole(tmp_path: Path) -> Non
 
         def half():  # type: ignore[no-untyped-def]
             yield from list(weights(1).items())[:6]
-            assert not list(tmp_path.glob("v*"))
+            assert not list(publisher.folder.glob("v*"))
             raise RuntimeError("the trainer died")
 
         with pytest.raises(RuntimeError, match="died"):
             publisher.publish(half(), PolicyVersion(1))
-        assert not list(tmp_path.glob("v*"))
+        assert not list(publisher.folder.glob("v*"))
         publish(publisher, weights(1), 1)
-        assert [path.name for path in tmp_path.iterdir()] == ["v0000000001"], "what was half-written is gone"
+        left = [path.name for path in publisher.folder.iterdir() if path.is_dir()]
+        assert left == ["v0000000001"], "what was half-written is gone"
+
+
+def test_a_publisher_that_was_killed_is_no_obstacle_to_the_next_one_in_its_folder(tmp_path: Path) -> None:
+    """Which publishes again what was published after the last checkpoint."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, env=environment()
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"published\n"
+    with ends("disk", folder=str(tmp_path)) as (publisher, receiver):
+        assert len(list(tmp_path.glob("*/v0000000001"))) == 1, "of a living one nothing is removed"
+        child.kill()
+        child.wait()
+        assert same(pulled(receiver, publish(publisher, weights(1), 1)), weights(1))
+    with ends("disk", folder=str(tmp_path)) as (publisher, receiver):
+        assert [path for path in tmp_path.iterdir() if path != publisher.folder] == []
+        assert same(pulled(receiver, publish(publisher, weights(1), 1)), weights(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import sys, time, torch
+from rill.types import PolicyVersion
+from rill.weights import open_publisher
+from rill.weights.disk import DiskTransport
+publisher = open_publisher(DiskTransport.Config(folder=sys.argv[1]))
+publisher.publish([("a", torch.ones(4))], PolicyVersion(1))
+print("published", flush=True)
+time.sleep(60)
+"""
 
 
 @pytest.mark.parametrize("name", LOCAL)
