@@ -53,6 +53,23 @@ def test_all_of_something_comes_in_chunks_and_parts_come_by_their_place(server: 
     client.close()
 
 
+def test_what_cannot_be_read_is_an_answer_and_the_server_serves_on() -> None:
+    """A file that is removed while it is being opened, too many open files."""
+
+    def removed(name: str, offset: int, num_bytes: int) -> tuple[Any, int]:
+        if name == "removed":
+            raise FileNotFoundError(2, "No such file or directory", name)
+        return read(name, offset, num_bytes)
+
+    server = ByteServer("127.0.0.1", KEY, removed)
+    client = client_of(server.endpoint)
+    with pytest.raises(PeerDiedError, match="the server: .*No such file or directory: 'removed'"):
+        client.fetch("removed")
+    assert client.fetch("small") == b"abc"
+    client.close()
+    server.close()
+
+
 def test_strangers_get_no_answer(server: ByteServer) -> None:
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.connect(server.endpoint)

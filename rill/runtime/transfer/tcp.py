@@ -39,7 +39,7 @@ _SIZE = struct.Struct("<Q")
 _FOUND, _MISSING = b"1", b"0"
 
 Read: TypeAlias = Callable[[str, int, int], tuple[Any, int]]
-"""(name, offset, bytes wanted) -> (those bytes, or fewer at the end; the size of the whole). RillError: not there."""
+"""(name, offset, bytes wanted) -> (those bytes, or fewer at the end; the size of the whole). An error: not there."""
 
 
 class Request(NamedTuple):
@@ -98,7 +98,7 @@ class ByteServer:
         try:
             chunk, size = self._read(request.name, request.offset, min(request.num_bytes, CHUNK_BYTES))
             status, signed = _FOUND, self._digest_of(request, chunk)
-        except RillError as error:
+        except (RillError, OSError) as error:  # a file that is removed this moment must not end the server
             chunk, size, status = memoryview(str(error).encode()), 0, _MISSING
             signed = digest(chunk)
         packed = _SIZE.pack(size)
