@@ -191,14 +191,13 @@ class RunCheckpoints:
         if parts != sorted(self._groups):
             return f"it holds {', '.join(parts)}, the run has {', '.join(sorted(self._groups))}"
         handles = [group.load(str(folder / name)) for name, group in self._groups.items()]
-        for handle in handles:
-            for outcome in handle.outcomes(timeout_s=self._timeout_s):
-                if isinstance(outcome.error, WorkerError) and isinstance(
-                    outcome.error.__cause__, CheckpointError
-                ):
-                    return str(outcome.error.__cause__)
-                if outcome.error is not None:
-                    raise outcome.error
+        try:
+            for handle in handles:
+                handle.wait(timeout_s=self._timeout_s)  # not for ranks that wait for a lost one
+        except WorkerError as error:
+            if not isinstance(error.__cause__, CheckpointError):
+                raise
+            return str(error.__cause__)
         return ""
 
     def _doom_old(self) -> None:

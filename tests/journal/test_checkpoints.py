@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rill.errors import CheckpointError, WorkerError
+from rill.errors import CheckpointError, PeerDiedError, WorkerError
 from rill.journal.checkpoints import MANIFEST, RunCheckpoints, damage_of, step_of, whole_checkpoints
-from rill.runtime.handle import Outcome
+from rill.runtime.address import WorkerAddress
+from rill.runtime.handle import Handle
 from rill.telemetry.run import Run
 
 
@@ -23,13 +24,12 @@ class Done:
         self._error = error
 
     def wait(self, timeout_s: float) -> list[Any]:
+        if self._error is not None:
+            raise self._error
         return [None]
 
     def done(self) -> bool:
         return True
-
-    def outcomes(self, timeout_s: float) -> list[Outcome]:
-        return [Outcome(self._error is not None, 0.0, {}, lambda: self._error)]
 
 
 class OneNumber:
@@ -133,6 +133,17 @@ def test_one_that_a_group_cannot_read_is_passed_over_by_name(
         assert checkpoints.load_latest() == 1
     assert group.number == 10
     assert "step-000002" in caplog.text and "passed over" in caplog.text
+
+
+def test_a_rank_that_is_lost_while_it_loads_is_told_while_its_peers_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, checkpoints, group = saved(tmp_path, 1)
+    loading = Handle("one.load", [WorkerAddress("one", rank, "node0") for rank in (0, 1)])
+    loading.lose(1, "died during a call")
+    monkeypatch.setattr(group, "load", lambda folder: loading)
+    with pytest.raises(PeerDiedError, match=r"one\[1\] died during a call"):
+        checkpoints.load_latest()
 
 
 def test_nothing_but_damaged_ones_is_an_error_and_none_at_all_is_none(tmp_path: Path) -> None:
