@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rill.errors import in_words
 from rill.runtime.channels.lease import Lease
 from rill.runtime.channels.producer import Producer, came_while_lending
 from rill.runtime.hub.client import Asked
@@ -128,7 +129,7 @@ class Consumer:
         try:
             values = [self._value(item) for item in items]
         except Exception as error:
-            lease.give_back(f"it could not be read: {error}")
+            lease.give_back(f"it could not be read: {in_words(error)}")
             raise
         self.producer.recorder.took(self.name, items)
         return lease, values
