@@ -14,6 +14,7 @@ import pytest
 from rill.errors import (
     PeerDiedError,
     PlanError,
+    RillError,
     RunError,
     StuckError,
     UnpicklableError,
@@ -24,7 +25,7 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.process import supervisor
 from tests.runtime.leftovers import becomes_true, is_running
-from tests.runtime.workers import Echo, OneWay, Slow, Thorny
+from tests.runtime.workers import Echo, OneWay, Slow, Thorny, Waiting
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -190,6 +191,25 @@ def test_a_worker_calls_another_group_directly(cluster: Cluster, echo: WorkerGro
     other = Echo.launch(cluster, name="other", placement="2-3", base=100, threads=1)
     assert echo.on(0).call_other(other, 5).wait(20) == [[105, 105]]
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "told"),
+    [
+        ("killed", PeerDiedError, r"waiting\[1\] died (before it was ready|during a call)"),
+        ("killed later", PeerDiedError, r"waiting\[1\] died while others of its group started"),
+        ("raises", WorkerError, r"waiting\[1\]: ValueError: cannot start"),
+    ],
+)
+def test_a_rank_that_fails_to_start_is_told_while_others_wait_for_it(
+    cluster: Cluster, tmp_path: Path, how: str, error: type[RillError], told: str
+) -> None:
+    """As the ranks of a trainer do, for each other."""
+    waiting = Waiting.launch_async(cluster, name="waiting", placement="0-1", how=how, go=str(tmp_path / "go"))
+    with pytest.raises(error, match=told):
+        waiting.ready(timeout_s=30)
+    (tmp_path / "go").touch()
+    waiting.close()
 
 
 def test_a_failing_init_is_raised_by_launch_and_leaves_nothing(cluster: Cluster) -> None:

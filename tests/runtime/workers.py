@@ -175,6 +175,21 @@ class Slow(Echo):
         super().__init__()
 
 
+class Waiting(Worker):
+    """Rank 0 waits for one that fails to start."""
+
+    def __init__(self, how: str, go: str) -> None:
+        if self.rank == 0:
+            while not Path(go).exists():
+                time.sleep(0.05)
+        elif how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "raises":
+            raise ValueError("cannot start")
+        elif how == "killed later":
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
 class OneWay:
     """Travels once: what arrives cannot travel back."""
 

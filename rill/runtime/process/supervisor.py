@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rill.errors import PlanError, RunError, StuckError, UserError
+from rill.errors import PeerDiedError, PlanError, RunError, StuckError, UserError
 from rill.runtime.address import DRIVER_GROUP, WorkerAddress
 from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, gpus_of
@@ -39,6 +39,8 @@ from rill.runtime.worker import Worker
 KILL_WAIT_S = 10.0
 MAX_LAUNCH_BYTES = 2**32 - 2**20
 GOODBYE_WAIT_S = 2.0
+START_LOOK_S = 0.5
+"""How often it is looked at whether a rank that others wait for has failed."""
 HELLO_WAIT_S = 600.0
 """From a process's start to its hello, before anything of the user's is imported: long only where a node is overloaded.
 """
@@ -226,9 +228,15 @@ class Supervisor:
         return self.context.call(group, method, targets, encode_arguments(args, {}), concurrent=concurrent)
 
     def wait_started(self, members: Sequence[Member], timeout_s: float) -> None:
-        """Until every `__init__` has run; raises what the first failing one raised."""
+        """Until every `__init__` has run; raises what the first failing one raised, also while others wait for it."""
         deadline_s = time.monotonic() + timeout_s
         for member in members:
+            while not member.ready.ended(min(START_LOOK_S, left_s(deadline_s))):
+                for lost in [other for other in members if other.is_lost]:
+                    lost.ready.wait(0.0)
+                    raise PeerDiedError(f"{lost.address.name} died while others of its group started")
+                if time.monotonic() >= deadline_s:
+                    break
             member.ready.wait(left_s(deadline_s))
 
     def retire(self, members: Sequence[Member], timeout_s: float, *, is_told: bool = False) -> None:
