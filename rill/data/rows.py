@@ -24,8 +24,8 @@ from pydantic import Field, model_validator
 
 from rill.data.base import DatasetConfig, Split, check_template, content_key, frozen, place_of
 from rill.data.index import RowIndex
-from rill.data.pictures import read_parts
-from rill.errors import DataError, UserError
+from rill.data.messages import read_message
+from rill.errors import DataError
 from rill.types import Message, Prompt
 
 QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query")
@@ -260,39 +260,12 @@ def _message(item: Any, where: str) -> Message:
         got = item.get("role") if isinstance(item, Mapping) else type(item).__name__
         raise DataError(f"{where} needs a role among {', '.join(ROLES)}, got {got!r}")
     where = f"{where} ({item['role']})"
-    content, calls = item.get("content"), item.get("tool_calls") or []
-    pictures: tuple[bytes, ...] = ()
-    if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        raise DataError(f"{where}: `tool_calls` must be a list of {{function: {{name, arguments}}}}")
-    if content is None and calls:
-        content = ""
+    if item.get("content") is None and not item.get("tool_calls"):
+        raise DataError(f"{where}: a message needs text content, got NoneType")
     try:
-        if isinstance(content, list):
-            content, pictures = read_parts(content)
-        if not isinstance(content, str):
-            raise DataError(f"needs text content, got {type(content).__name__}")
-        for name in ("name", "tool_call_id"):
-            if not isinstance(item.get(name), str | None):
-                raise DataError(f"`{name}` must be text, got {type(item[name]).__name__}")
-        return Message(
-            role=item["role"],
-            content=content,
-            name=item.get("name"),
-            tool_calls=tuple(calls),
-            tool_call_id=item.get("tool_call_id"),
-            pictures=pictures,
-        )
-    except UserError as error:
-        raise DataError(f"{where} {error}") from None
-
-
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    return (
-        isinstance(function, Mapping)
-        and isinstance(function.get("name"), str)
-        and isinstance(function.get("arguments", {}), str | Mapping)
-    )
+        return read_message(item)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
 def _answer(row: dict[str, Any], config: RowConfig, where: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from rill.data.pictures import read_parts
+from rill.data.messages import read_message
 from rill.envs.tokens import Node
 from rill.envs.tools import Tool, as_tool
 from rill.errors import DataError
@@ -79,8 +79,11 @@ class Offer:
     @staticmethod
     def of(tools: Tools) -> Offer:
         schemas = [dict(tool) if isinstance(tool, Mapping) else as_tool(tool).schema() for tool in tools]
-        names = [schema.get("function", {}).get("name") for schema in schemas]
-        if doubled := {str(name) for name in names if names.count(name) > 1 or not name}:
+        functions = [schema.get("function") for schema in schemas]
+        names = [each.get("name") if isinstance(each, Mapping) else None for each in functions]
+        if doubled := {
+            str(name) for name in names if names.count(name) > 1 or not isinstance(name, str) or not name
+        }:
             raise DataError(f"tools need a name each, and no two the same: {', '.join(sorted(doubled))}")
         parameters = {s["function"]["name"]: s["function"].get("parameters") or {} for s in schemas}
         key = _encode(schemas) if schemas else b""
@@ -120,20 +123,7 @@ def key_of(message: Message) -> Hashable:
 
 def as_message(message: Message | Mapping[str, Any]) -> Message:
     """A message in rill's form, or as the OpenAI API has it."""
-    if isinstance(message, Message):
-        return message
-    if not isinstance(message.get("role"), str):
-        raise DataError(f"a message has no role: {dict(message)!r:.80}")
-    content = message.get("content") or ""
-    content, pictures = (content, ()) if isinstance(content, str) else read_parts(content)
-    return Message(
-        role=message["role"],
-        content=content,
-        name=message.get("name"),
-        tool_calls=tuple(message.get("tool_calls") or ()),
-        tool_call_id=message.get("tool_call_id"),
-        pictures=pictures,
-    )
+    return message if isinstance(message, Message) else read_message(message)
 
 
 def _call_key(call: Mapping[str, Any]) -> tuple[str, bytes]:

@@ -222,6 +222,8 @@ def read_body(body: Mapping[str, Any]) -> Asked:
         sampling["max_new_tokens"] = int(limit)
     if (stop := body.get("stop")) is not None:
         sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(each, str) for each in sampling["stop"]):
+            raise ValueError("stop: text, or a list of texts")
     tools = [] if body.get("tool_choice") == "none" else list(body.get("tools") or ())
     return Asked(messages=list(messages), tools=tools, sampling=sampling)
 

@@ -260,6 +260,8 @@ def _show_prompt(agents: Agents, prompt: Prompt, outcome: _Outcome) -> None:
         ids = encoder.encode(prompt)
         tree.grow(ids, encoder.pictures_in(prompt.messages, ids))
     except Exception as error:  # noqa: BLE001  boundary: a chat template and pictures are the user's
+        if encoder.pictures is None and any(message.pictures for message in prompt.messages):
+            raise  # the wrong model for this data, and not a bad row of it
         if outcome.failure is None:
             outcome.fail(Failure.ENVIRONMENT, f"prompt: {described(error)}")
         tree.grow(encoder.encode_text(prompt.id, special=False))

@@ -53,6 +53,8 @@ def as_tool(function: Tool | Callable[..., Any], *, once: bool = False) -> Tool:
     """A tool from a function, plain or async. Its docstring is what the model is told of it."""
     if isinstance(function, Tool):
         return function
+    if not callable(function):
+        raise ConfigError(f"a tool must be a function or its schema, got {function!r:.80}")
     name = getattr(_written(function), "__name__", type(function).__name__)
     arguments, schema, description, is_async = _signature(function, name)
 

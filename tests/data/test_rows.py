@@ -112,7 +112,10 @@ def test_messages_and_completions_become_sft_examples(tmp_path: Path) -> None:
         ('{"question": ' + "[" * 100_000, "cannot be read: maximum recursion"),
         ('{"question": "\\ud800"}', "half a character"),
         ('{"question": "x", "answer": ["\\uDFFF"]}', "half a character"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "message 0 .user. a content part of type 'str'"),
+        (
+            {"messages": [{"role": "user", "content": ["x"]}]},
+            "message 0 .user.: a content part of type 'str'",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "type 'audio'"),
         ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "`name` must be text, got int"),
         ({"messages": [{"role": "user", "content": [TEXT, PICTURE]}]}, "has 1 pictures and 2 places"),

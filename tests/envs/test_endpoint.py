@@ -245,3 +245,35 @@ async def test_a_program_that_fails_keeps_its_tokens() -> None:
 
     episode = await episode_of(run, hermes("x"))
     assert episode.failure is Failure.ENVIRONMENT and episode.samples[0].num_sampled == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"messages": [5]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": ["x"]}]},
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "What is tea?"},
+                {"role": "assistant", "tool_calls": ["f"]},
+            ]
+        },
+        {"messages": [{"role": "user", "content": "What is tea?"}, {"role": "assistant", "tool_calls": 5}]},
+        {"tools": ["price"]},
+        {"tools": [{"function": 5}]},
+        {"stop": [5]},
+    ],
+    ids=str,
+)
+async def test_a_request_that_makes_no_sense_is_refused_and_the_next_one_answered(wrong: Any) -> None:
+    async def run(task: Prompt, agents: Agents) -> float:
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "What is tea?"}]}
+        async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
+            url = f"{agents.policy.base_url}/chat/completions"
+            refused = await client.post(url, content=json.dumps(asked | wrong))
+            assert refused.status_code == 400, refused.text
+            return float((await client.post(url, json=asked)).status_code == 200)
+
+    assert (await episode_of(run, hermes("So."))).reward == 1.0
