@@ -147,6 +147,8 @@ class Agents(Mapping[str, "Agent"]):
 
 
 _PLAIN = AgentConfig()
+MAX_REWARD = 1e18
+"""Of an agent in an episode: the squares of what is above are not finite in single precision."""
 _ENDS = ("max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "seed")
 """Sampling settings that leave each token's distribution as it is."""
 
@@ -227,8 +229,8 @@ class Agent:
     def reward(self, value: float, at: Reply | None = None) -> None:
         """Add to this agent's reward: for what it has said so far, or for the turn `at`. Rewards add up."""
         number = float(value)
-        if number != number or number in (float("inf"), float("-inf")):
-            raise ValueError(f"agent {self.name}: a reward must be a finite number, not {value!r}")
+        if not abs(self.tree.total_reward + number) <= MAX_REWARD or not abs(number) <= MAX_REWARD:
+            raise ValueError(f"agent {self.name}: a reward must be a finite number, not {value!r:.80}")
         self.tree.reward(number, None if at is None else at.node)
 
     @property

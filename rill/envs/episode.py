@@ -227,8 +227,11 @@ async def _score(
         outcome.parts = dict(score.parts)
         if score.error is not None:
             outcome.fail(Failure.REWARD, score.error)
-        else:
+            return
+        try:
             agents.first.reward(score.value)
+        except ValueError as error:
+            outcome.fail(Failure.REWARD, str(error))
     elif not any(agent.tree.has_rewards for agent in agents.values()):
         if agents.setting.counts.is_cut_off:
             agents.first.reward(0.0)  # it ran out of its budget before it earned anything
@@ -259,7 +262,7 @@ def _show_prompt(agents: Agents, prompt: Prompt, outcome: _Outcome) -> None:
     try:
         ids = encoder.encode(prompt)
         tree.grow(ids, encoder.pictures_in(prompt.messages, ids))
-    except Exception as error:  # noqa: BLE001  boundary: a chat template and pictures are the user's
+    except Exception as error:
         if encoder.pictures is None and any(message.pictures for message in prompt.messages):
             raise  # the wrong model for this data, and not a bad row of it
         if outcome.failure is None:

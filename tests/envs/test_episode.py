@@ -118,11 +118,17 @@ class TestFailures:
         episode = await self.fails(environment(), Full())
         assert episode.failure is Failure.TOO_LONG and "at most 127" in episode.error
 
-    async def test_a_reward_that_fails_is_no_zero(self) -> None:
+    @pytest.mark.parametrize("answer", ["not a number", "nan", "inf", None])
+    async def test_a_reward_that_fails_is_no_zero(self, answer: str | None) -> None:
         env = environment(reward={"type": "numeric"})
-        episode = await play(env, Scripted("4"), Prompt(id="p", text="q", answer="not a number"))
+        episode = await play(env, Scripted("4"), Prompt(id="p", text="q", answer=answer))
         assert episode.failure is Failure.REWARD and "reward numeric" in str(episode.error)
         assert not episode.samples[0].loss_mask.any() and episode.samples[0].num_sampled == 2
+
+    async def test_a_weighted_reward_beyond_all_numbers_fails_the_episode(self) -> None:
+        terms = [{"reward": {"type": "exact", "correct": 1e300}, "weight": 1e300}]
+        episode = await self.fails(environment(reward={"type": "mix", "terms": terms}))
+        assert episode.failure is Failure.REWARD and "must be a finite number" in episode.error
 
     async def test_an_environment_without_a_reward_says_so(self) -> None:
         async def run(task: Prompt, agents: Agents) -> None:
@@ -233,7 +239,7 @@ class TestFailures:
 
         assert (await self.fails(playing(run))).failure is Failure.ENVIRONMENT
 
-    @pytest.mark.parametrize("value", [10**400, np.zeros(2), "0.5"])
+    @pytest.mark.parametrize("value", [10**400, 1e39, np.zeros(2), "0.5"], ids=str)
     async def test_a_number_that_is_none_fails_the_episode(self, value: object) -> None:
         async def run(task: Prompt, agents: Agents) -> Any:
             await agents.policy.generate(task)

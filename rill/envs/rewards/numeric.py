@@ -32,7 +32,7 @@ class NumericReward(InlineReward):
     def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
         config = self.config
         expected = parse_number(str(prompt.answer))
-        if expected is None:
+        if expected is None or not math.isfinite(expected):
             raise ValueError(f"prompt {prompt.id}: the answer {prompt.answer!r} is not a number")
         found = extract_answer(response_text, config.answer)
         given = None if found is None else parse_number(found)
