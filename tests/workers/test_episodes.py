@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -147,3 +148,25 @@ async def test_a_curriculum_is_told_how_the_first_agent_did_and_of_every_episode
 
     outcome, _ = await finished(tmp_path, won_by_who_says_more, text, group_size=4)
     assert outcome.rewards == (1.0, 1.0, 1.0, 0.0)
+
+
+async def cancels_itself(task: Prompt, agents: Agents) -> float:
+    said = await agents.policy.generate(task)
+    if said.text == "!":
+        raise asyncio.CancelledError("by a client of the environment's")
+    return float(len(said.text))
+
+
+async def test_an_episode_that_cancels_itself_has_failed_and_its_group_is_not_put_back(
+    tmp_path: Path,
+) -> None:
+    """As one that was stopped it would be taken up again, and cancel itself again."""
+
+    def text(request: Request) -> str:
+        return "!" * request.id.startswith("g00000000/1") or "ab" + "c" * request.id.startswith("g00000000/2")
+
+    outcome, samples = await finished(tmp_path, cancels_itself, text, group_size=3, type="rloo")
+    assert outcome.stopped is None and outcome.is_kept
+    assert (
+        "cancel" in str(samples["1"].trajectory.error).lower() and not samples["1"].trajectory.loss_mask.any()
+    )
