@@ -73,7 +73,7 @@ class FilterConfig(Config):
     """Take answers cut off by the length limit out of the loss; they still count in their group's baseline."""
     train_failed: bool = False
     """Train on what could not be scored (a reward that raised or hung, an episode that broke) with the reward it
-    carries. False: it is in no baseline and in no loss, since it may have been right."""
+    carries, missing parts being 0. False: it is in no baseline and in no loss, since it may have been right."""
 
 
 def group_rewards(trajectories: Sequence[Trajectory], config: FilterConfig) -> npt.NDArray[np.float64]:
@@ -83,12 +83,13 @@ def group_rewards(trajectories: Sequence[Trajectory], config: FilterConfig) -> n
         episode = trajectory.episode_id or trajectory.id
         if episode in episodes or (trajectory.error is not None and not config.train_failed):
             continue
-        if config.metric and config.metric not in trajectory.reward_parts:
+        if config.metric and config.metric not in trajectory.reward_parts and trajectory.error is None:
             raise InvalidSampleError(
                 f"filters.metric = {config.metric!r} is no part of {trajectory.id}'s reward, which has "
                 f"{sorted(trajectory.reward_parts) or 'none'}: name one of them, or leave it empty"
             )
-        episodes[episode] = trajectory.reward_parts[config.metric] if config.metric else trajectory.reward
+        parts = trajectory.reward_parts
+        episodes[episode] = parts.get(config.metric, 0.0) if config.metric else trajectory.reward
     return np.array(list(episodes.values()), dtype=np.float64)
 
 

@@ -110,6 +110,20 @@ def test_dynamic_sampling_can_look_at_one_part_of_the_reward():
         algorithm(type="dapo", filters={"metric": "speed"}).keep(members)
 
 
+def test_a_failed_answer_that_is_trained_on_has_nothing_of_the_parts_that_it_lacks():
+    members = [
+        trajectory("a", reward=1.1, reward_parts={"accuracy": 1.0, "format": 0.1}),
+        trajectory("b", error="the reward hung", reward_parts={"format": 0.1}),
+        trajectory("c", error="broken"),
+    ]
+    filters = {"metric": "accuracy", "train_failed": True}
+    assert algorithm(type="dapo", filters=filters).keep(members).keep
+    assert algorithm(type="dapo", filters=filters).keep(members[1:]).reason is DropReason.EQUAL_REWARDS
+    advantage = {"type": "gdpo", "weights": {"accuracy": 1.0, "format": 1.0}}
+    found = filled(algorithm(advantage=advantage, filters=filters), *members)
+    assert found[0].advantages[-1] > found[1].advantages[-1] > found[2].advantages[-1]
+
+
 def test_a_group_of_several_agents_is_judged_by_the_first_of_each_episode():
     def member(episode, agent, **parts):
         return trajectory(
