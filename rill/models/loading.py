@@ -7,6 +7,8 @@ over a name of the hub (rill.models.hub), and nothing but such a name is fetched
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ import torch
 from pydantic import Field, model_validator
 
 from rill.config import Config
-from rill.errors import ModelError, UnsupportedError
+from rill.errors import ModelError, RillError, UnsupportedError
 from rill.models.hub import TEXT_FILES, WEIGHT_FILES, hub_folder, is_hub_name
 from rill.models.packaged import SCHEME, packaged_folder
 from rill.models.tokenizer import build_char_tokenizer
@@ -28,6 +30,7 @@ VOCABULARIES = ("tokenizer.json", "tekken.json", "*.model", "*.tiktoken", "*.spm
 """Files, one of which every tokenizer's folder holds."""
 VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Models whose pictures are served and trained: rill.models.vision."""
+HEADS = frozenset({"lm_head.weight", "lm_head.bias"})
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -68,18 +71,25 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     if config.path:
-        return AutoConfig.from_pretrained(model_folder(config.path, weights=False), local_files_only=True)
+        folder = model_folder(config.path, weights=False)
+        with _explained(f"{config.path} holds no config.json that transformers can read"):
+            return AutoConfig.from_pretrained(folder, local_files_only=True)
     shape = dict(config.shape)
-    try:
+    with _explained("model.shape is none that transformers knows"):
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
-    except ValueError as error:
-        raise ModelError(f"model shape: {error}") from error
 
 
 def load_model(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str = "sdpa"
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    attention: str = "sdpa",
+    needs_head: bool = True,
 ) -> PreTrainedModel:
-    """The causal language model in eval mode. `attention` is a name in transformers' attention interface."""
+    """The causal language model in eval mode. `attention` is a name in transformers' attention interface; `needs_head`
+    False: a checkpoint without an output head will do."""
+    from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would be drawn into the middle of a worker's log or a command's answer
@@ -90,9 +100,20 @@ def load_model(
     chosen = attention_of_parts(model_config, attention)
     model: PreTrainedModel
     if config.path:
-        model = builder.from_pretrained(
-            model_folder(config.path), local_files_only=True, dtype=dtype, attn_implementation=chosen
-        )
+        folder = model_folder(config.path)
+        with _explained(f"the weights in {config.path} cannot be loaded"):
+            model, found = builder.from_pretrained(
+                folder,
+                local_files_only=True,
+                dtype=dtype,
+                attn_implementation=chosen,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+            )
+        if (Path(folder) / "generation_config.json").is_file():  # transformers passes a damaged one over
+            with _explained(f"{config.path}: which tokens end an answer is not known"):
+                GenerationConfig.from_pretrained(folder, local_files_only=True)
+        _refuse_misfit(config.path, found, may_lack=frozenset() if needs_head else HEADS)
         return model.to(device=device).eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -104,6 +125,31 @@ def load_model(
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model.to(device=device).eval()
+
+
+def _refuse_misfit(path: str, found: dict[str, Any], *, may_lack: frozenset[str]) -> None:
+    """Transformers draws whatever a checkpoint lacks at random, and says so in its log alone."""
+    for name, theirs, ours in sorted(found["mismatched_keys"]):
+        raise ModelError(
+            f"{path}: {name} has shape {tuple(theirs)}, by config.json it should have {tuple(ours)}"
+        )
+    if missing := sorted(set(found["missing_keys"]) - may_lack):
+        unknown = sorted(found["unexpected_keys"])
+        rest = f"; it brings {unknown[0]!r}, which the model does not have" if unknown else ""
+        raise ModelError(
+            f"{path}: the checkpoint lacks {len(missing)} of the model's parameters, {missing[0]!r} first{rest}: is it "
+            "whole, and of this config.json?"
+        )
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RillError:
+        raise
+    except Exception as error:  # boundary: damaged files make transformers fail in any way
+        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def reads_pictures(model_config: PretrainedConfig) -> bool:
@@ -164,11 +210,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             f"{source!r} holds no tokenizer (no tokenizer.json, nor another vocabulary): copy it there, or set "
             "`model.tokenizer` to a folder that has one"
         )
-    try:
+    with _explained(f"{source} holds no tokenizer that transformers can load"):
         loader = PreTrainedTokenizerFast if _stands_alone(folder) else AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{source} holds no tokenizer that transformers can load: {error}") from error
     return tokenizer
 
 

@@ -186,14 +186,17 @@ class ValueModule(PackedModule):
 
 def load_value_module(config: ModelConfig, device: torch.device) -> ValueModule:
     """To be trained: its head goes on from what was exported, if it was."""
-    lm = load_packed_lm(config, dtype=torch.float32, device=device)
+    lm = load_packed_lm(config, dtype=torch.float32, device=device, needs_head=False)
     return ValueModule(lm, Path(config.path) / VALUE_HEAD_FILE if config.path else None)
 
 
-def load_packed_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Any:
+def load_packed_lm(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, needs_head: bool = True
+) -> Any:
     """The causal LM with packed attention, in training mode (no dropout: see below)."""
     attention_packed.register()
-    lm: Any = load_model(config, dtype=dtype, device=device, attention=attention_packed.ATTENTION_NAME)
+    name = attention_packed.ATTENTION_NAME
+    lm: Any = load_model(config, dtype=dtype, device=device, attention=name, needs_head=needs_head)
     try:
         probe_model(lm)
         reader = load_pictures(config)
