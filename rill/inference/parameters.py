@@ -6,6 +6,7 @@ vLLM and SGLang accept a partial or a misnamed checkpoint silently; an Engine mu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +80,18 @@ class Checkpoint:
 
     @staticmethod
     def from_folder(folder: Path) -> Checkpoint:
-        """A missing or empty folder is the caller's mistake."""
+        """The files that transformers would read; others may lie beside them. A missing or empty folder is the
+        caller's mistake."""
+        index = folder / "model.safetensors.index.json"
         try:
             shards = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+            if folder / "model.safetensors" in shards:
+                shards = [folder / "model.safetensors"]
+            elif shards and index.is_file():
+                listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+                shards = sorted(folder / name for name in set(listed))
+        except (KeyError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
+            raise WeightSyncError(f"{index} cannot be read: {error!r}") from error
         except (OSError, ValueError):  # a path with a null byte, or one we may not read
             shards = []
         if not shards:

@@ -120,3 +120,29 @@ def test_a_models_folder_is_checked_before_it_is_loaded(
     (tmp_path / "model.safetensors").write_bytes(whole)
     assert client.post("/update_weights", json={"weight_dir": str(tmp_path)}).json()["version"] == version + 1
     assert np.allclose(answer_of(client)[1], scores(3), atol=1e-4)
+
+
+def test_of_a_folder_the_files_are_read_that_transformers_would_read(
+    client: httpx.Client, engine: NativeEngine, tmp_path: Path
+) -> None:
+    version = int(engine.version) + 1
+    model = load_model(MODEL, dtype=torch.float32)
+    model.load_state_dict(changed(version), strict=False)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    save_file(
+        {"layers.0.wq": torch.ones(2)}, tmp_path / "consolidated.safetensors"
+    )  # as Mistral's folders have it
+    assert client.post("/update_weights", json={"weight_dir": str(tmp_path)}).json()["version"] == version
+    in_service(client, version)
+    index = tmp_path / "model.safetensors.index.json"
+    whole = index.read_text()
+    index.write_text(whole[:40])
+    refused(client, {"weight_dir": str(tmp_path), "partial": True}, 502, "index.json cannot be read")
+    index.write_text(whole)
+    next(tmp_path.glob("model-00001-*")).unlink()
+    refused(client, {"weight_dir": str(tmp_path), "partial": True}, 502, "cannot be read")
+    save_file(
+        changed(version + 1), tmp_path / "model.safetensors"
+    )  # and not what lies there of the version before
+    assert client.post("/update_weights", json={"weight_dir": str(tmp_path)}).json()["version"] == version + 1
+    in_service(client, version + 1)

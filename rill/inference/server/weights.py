@@ -37,8 +37,7 @@ class WeightInbox:
         if new <= self._engine.version:
             message = f"version {new} is not newer than {self._engine.version}: versions only grow"
             raise ApiError(409, message, code="stale_version")
-        checkpoint = Checkpoint.from_folder(folder)
-        self._check(checkpoint, partial=partial)
+        checkpoint = self._checked(folder, partial=partial)
         try:
             self._engine.update_weights(checkpoint, new, partial=partial)
         except WeightSyncError as error:
@@ -54,8 +53,9 @@ class WeightInbox:
             raise ApiError(409, "the model was not loaded from a folder, so there is nothing to reload")
         return self.load(Path(self._model.path), None, partial=False)
 
-    def _check(self, checkpoint: Checkpoint, *, partial: bool) -> None:
+    def _checked(self, folder: Path, *, partial: bool) -> Checkpoint:
         try:
+            checkpoint = Checkpoint.from_folder(folder)
             shapes = checkpoint.shapes()
         except WeightSyncError as error:
             message = f"{error}. The old weights stay in service"
@@ -66,6 +66,7 @@ class WeightInbox:
         except WeightSyncError as error:
             message = f"these are not this model's weights: {error}; the old ones stay in service"
             raise ApiError(409, message, code="misfit") from error
+        return checkpoint
 
     @cached_property
     def _expected(self) -> dict[str, tuple[int, ...]] | None:
