@@ -146,3 +146,18 @@ def test_of_a_folder_the_files_are_read_that_transformers_would_read(
     )  # and not what lies there of the version before
     assert client.post("/update_weights", json={"weight_dir": str(tmp_path)}).json()["version"] == version + 1
     in_service(client, version + 1)
+
+
+def test_a_model_of_the_hub_can_be_reloaded_too(
+    engine: NativeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(MODEL, dtype=torch.float32)
+    model.load_state_dict(changed(7), strict=False)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr("rill.models.loading.hub_folder", lambda *_: tmp_path)
+    served = ModelConfig(path="owner/tiny", tokenizer="chars")
+    app = create_app(engine, engine.tokenizer, ServerConfig(port=0), model=served)  # type: ignore[arg-type]
+    with BackgroundServer(app, ServerConfig(port=0)) as server, httpx.Client(base_url=server.url) as client:
+        answer = client.post("/reload_weights")
+        assert answer.status_code == 200, answer.text
+        assert np.allclose(answer_of(client)[1], scores(7), atol=1e-4)

@@ -34,12 +34,11 @@ from rill.inference.server.config import ServerConfig
 from rill.inference.server.http import Application
 from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextCodec
+from rill.models.loading import ModelConfig, model_folder
 from rill.models.pictures import load_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from rill.models.loading import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +63,8 @@ def create_app(
     and stay without effect; without it, an engine that was given wrong weights is out of service until whole ones come.
     """
     pictures = None
+    if model is not None and model.path:  # once: what a name of the hub means may change
+        model = model.model_copy(update={"path": model_folder(model.path)})
     if model is not None and Feature.PICTURES in engine.features:
         pictures = load_pictures(model)
     codec = TextCodec(tokenizer, chat_template=chat_template, pictures=pictures)
