@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,9 +108,16 @@ class RunCheckpoints:
                 "step": step,
                 "groups": sorted(self._groups),
                 "score": self._scores.get(step),
-                "files": checksums(folder),
+                "files": (files := checksums(folder)),
             }
+            for name in files:
+                _sync(folder / name)
             write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
+            for place in (
+                folder,
+                self._folder,
+            ):  # those before it may go: it has to be found after a loss of power
+                _sync(place)
         self._doom_old()
         self._tidy()
 
@@ -296,6 +304,15 @@ def _damage(folder: Path, name: str, checksum: str) -> str:
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     return "" if is_whole else f"{name} is damaged: its checksum is not the one in its manifest"
+
+
+def _sync(path: Path) -> None:
+    """A file or a folder, to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def score_of(folder: Path) -> float | None:

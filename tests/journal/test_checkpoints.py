@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -14,7 +15,7 @@ from rill.errors import CheckpointError, PeerDiedError, WorkerError
 from rill.journal.checkpoints import MANIFEST, RunCheckpoints, damage_of, step_of, whole_checkpoints
 from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle
-from rill.telemetry.run import Run
+from rill.telemetry.run import Run, write_atomically
 
 
 class Done:
@@ -188,6 +189,37 @@ def test_a_checkpoint_counts_once_its_files_are_written_behind_training(tmp_path
     assert [step_of(folder) for folder in whole_checkpoints(run)] == [1]
     checkpoints.settle_if_done()
     assert [step_of(folder) for folder in whole_checkpoints(run)] == [1, 2]
+
+
+def test_a_checkpoint_is_on_disk_before_it_counts_and_those_before_it_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss of power there is one that is whole."""
+    synced, fsync, unlink = set[int](), os.fsync, Path.unlink
+
+    def noted(fd: int) -> None:
+        synced.add(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    def checked(path: Path, text: str) -> None:
+        files = [each for each in path.parent.rglob("*") if each.is_file()]
+        assert files and {each.stat().st_ino for each in files} <= synced
+        write_atomically(path, text)
+
+    def gone(path: Path, missing_ok: bool = False) -> None:
+        newest = run.checkpoints_dir / "step-000005"
+        assert {each.stat().st_ino for each in (newest, newest / MANIFEST, run.checkpoints_dir)} <= synced
+        unlink(path, missing_ok)
+
+    run, checkpoints, _ = saved(tmp_path, 1, 2, 3)
+    checkpoints.settle()
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr("rill.journal.checkpoints.write_atomically", checked)
+    monkeypatch.setattr(Path, "unlink", gone)
+    checkpoints.save(5)
+    checkpoints.settle()
+    monkeypatch.undo()
+    assert [step_of(folder) for folder in whole_checkpoints(run)] == [2, 3, 5]
 
 
 def test_a_damaged_file_is_found_by_its_checksum_and_the_best_is_kept(tmp_path: Path) -> None:
