@@ -69,7 +69,7 @@ class TokenLog:
         self.folder = run_dir / FOLDER
         self._process = process
         self._config = config
-        self._pending: list[Opened | Said | Finished | Experts | Event] = []
+        self._pending: list[Opened | Said | Finished | Experts | Event | bytes] = []
         self._waiting: list[Callable[[JournalError | None], None]] = []
         self._changed = threading.Condition()
         """Guards what is pending."""
@@ -140,9 +140,10 @@ class TokenLog:
     # --- events -------------------------------------------------------------------------------------------
 
     def event(self, of: str, key: str, value: Any) -> None:
-        """Written when this returns. JournalError: it could not be."""
+        """Written when this returns. JournalError: it could not be; TypeError: the value is not plain."""
+        record = records.encode(Event(of, key, value))
         with self._changed:
-            self._pending.append(Event(of, key, value))
+            self._pending.append(record)
         self.flush()
 
     def flush(self) -> None:
@@ -277,8 +278,8 @@ def _write_all(fd: int, content: bytes) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
-def encode(items: Sequence[Opened | Said | Finished | Experts | Event]) -> bytes:
-    """In their order; tokens that follow each other are one record."""
+def encode(items: Sequence[Opened | Said | Finished | Experts | Event | bytes]) -> bytes:
+    """In their order; tokens that follow each other are one record. Bytes are records already."""
     parts: list[bytes] = []
     said: list[Said] = []
     for item in items:
@@ -288,7 +289,7 @@ def encode(items: Sequence[Opened | Said | Finished | Experts | Event]) -> bytes
         if said:
             parts += records.encode_tokens(said)
             said = []
-        parts.append(records.encode(item))
+        parts.append(item if isinstance(item, bytes) else records.encode(item))
     if said:
         parts += records.encode_tokens(said)
     return b"".join(parts)

@@ -404,6 +404,18 @@ def test_a_disk_that_stays_full_is_an_error_with_what_to_do(
     log.close()
 
 
+def test_an_event_that_cannot_be_written_down_costs_nobody_elses_tokens(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=60))
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    log.tokens(number, *columns(0, 4))
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        log.event("g00000002", "begun", object())
+    log.tokens(number, *columns(4, 4))
+    log.close()
+    found = reader_of(tmp_path).sequence("g00000001/0#a")
+    assert found is not None and found.token_ids.tolist() == list(range(8))
+
+
 def test_after_a_write_that_failed_for_good_nothing_is_written_behind_the_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
