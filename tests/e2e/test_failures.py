@@ -130,6 +130,39 @@ def test_a_token_log_never_lies_beside_settings_that_it_was_not_sampled_with(tmp
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
+def test_a_token_log_that_is_damaged_is_told_at_the_resume_and_the_run_ends_whole(tmp_path: Path) -> None:
+    """While somebody looks at the run; its weights go by a folder in which it has published before."""
+    settings = (
+        "loop.steps=12",
+        "loop.max_lag=1",
+        "cluster.devices=2",
+        "placement.rollout=0",
+        "placement.actor=1",
+    )
+    weights = ("sync.transport.type=disk", f"sync.transport.folder={tmp_path / 'weights'}")
+    first = Command(tmp_path, str(RECIPE), *settings, *weights, "--name", "hurt", "--root", str(tmp_path))
+    first.wait_for_step(3)
+    first.process.kill()
+    first.wait()
+    first.check_nobody_is_left()
+    run = Run.open("hurt", root=tmp_path)
+    (log,) = (run.path / FOLDER).glob("rollout-*.log")
+    content = bytearray(log.read_bytes())
+    content[len(content) // 2] ^= 1
+    log.write_bytes(content)
+    again = Command(tmp_path, "--resume", str(run.path))
+    while again.process.poll() is None:
+        assert run.state().status in (RunStatus.RUNNING, RunStatus.INTERRUPTED, RunStatus.FINISHED)
+        time.sleep(0.01)
+    assert again.wait() == 0, again.output
+    assert f"the token log is damaged, and what was lost is sampled again: {log.name}" in again.output
+    again.check_nobody_is_left()
+    assert [row.step for row in read_metrics(run.path)] == list(range(13))
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_killing_an_engine_the_trainer_both_and_the_driver_changes_no_bit_of_the_result(
     whole: Run, tmp_path: Path
 ) -> None:
