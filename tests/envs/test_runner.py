@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,18 @@ def a_text(prompt: Prompt, text: str, trajectory: Trajectory) -> str:
 
 def nothing(prompt: Prompt, text: str, trajectory: Trajectory) -> None:
     return None
+
+
+def a_coroutine(prompt: Prompt, text: str, trajectory: Trajectory) -> Any:
+    return later(prompt, text, trajectory)
+
+
+def leaves(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    sys.exit("no more")
+
+
+def times_out(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    raise TimeoutError("the shop is closed")
 
 
 def too_few(prompt: Prompt, text: str) -> float:
@@ -224,6 +237,18 @@ def test_a_score_that_is_not_finite_is_a_failure(run: Any) -> None:
 def test_a_text_or_nothing_is_not_a_score(run: Any, run_in: str) -> None:
     assert "returned '1.0'" in run(function("a_text", run_in=run_in))[0].error
     assert "returned None" in run(function("nothing", run_in=run_in))[0].error
+
+
+@pytest.mark.parametrize("run_in", ["inline", "thread", "process"])
+def test_what_a_reward_ends_with_is_told_as_it_is(run: Any, run_in: str) -> None:
+    assert "SystemExit: no more" in run(function("leaves", run_in=run_in))[0].error
+    assert "TimeoutError: the shop is closed" in run(function("times_out", run_in=run_in))[0].error
+
+
+@pytest.mark.parametrize("run_in", ["inline", "thread"])
+@pytest.mark.filterwarnings("ignore:coroutine 'later' was never awaited")
+def test_a_coroutine_that_nobody_awaits_is_not_a_score(run: Any, run_in: str) -> None:
+    assert "returned <coroutine object later" in run(function("a_coroutine", run_in=run_in))[0].error
 
 
 def test_a_function_that_cannot_be_called_is_named_before_anything_starts() -> None:

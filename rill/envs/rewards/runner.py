@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,26 +134,21 @@ class RewardRunner:
             return message
         return value
 
-    async def _run(self, index: int, arguments: tuple[Prompt, str, Trajectory]) -> float:
+    async def _run(self, index: int, arguments: tuple[Prompt, str, Trajectory]) -> object:
         reward, timeout_s = self.rewards[index], self._timeout_s(index)
+        score: Any = reward.score
         if reward.isolation is Isolation.INLINE:
-            value = reward.score(*arguments)
-            assert not isinstance(value, Awaitable)
-            return value
+            return score(*arguments)
         async with self._places()[index]:
             match reward.isolation:
                 case Isolation.ASYNC:
-                    awaitable = reward.score(*arguments)
-                    assert isinstance(awaitable, Awaitable)
-                    return await within(timeout_s, begun(lambda: awaitable))
+                    return await within(timeout_s, begun(score, *arguments))
                 case Isolation.THREAD:
-                    answer: float = await within(timeout_s, begun(in_thread, reward.score, *arguments))
-                    assert not isinstance(answer, Awaitable)
-                    return answer
+                    return await within(timeout_s, begun(in_thread, score, *arguments))
                 case _:
                     return await self._run_in_process(index, arguments, timeout_s)
 
-    async def _run_in_process(self, index: int, arguments: Any, timeout_s: float) -> float:
+    async def _run_in_process(self, index: int, arguments: Any, timeout_s: float) -> object:
         """On a core of its own, until it turns out to be slow."""
         cores = self._cores()
         await cores.acquire()
