@@ -250,7 +250,8 @@ def online_config(values: RecipeValues) -> OnlineConfig:
 def _say_plan(made: Plan, out: Path | None) -> None:
     say(f"{made.structure}")
     say(
-        f"{made.mode}, {made.step_s:.4g} s a step (± {made.spread:.0%}), {made.batch / made.step_s:.4g} items/s"
+        f"{made.mode}, {made.step_s:.4g} s a step (± {made.spread:.0%}), "
+        f"{made.batch / max(made.step_s, 1e-12):.4g} items/s"
     )
     say()
     rows = [
@@ -300,5 +301,7 @@ def _counts(devices: str, used: Profile | None) -> dict[str, int]:
             raise UserError(
                 f'--devices {devices!r}: write a number for each kind, such as "{",".join(f"{k}=8" for k in kinds)}"'
             )
-        counts[kind if equals else kinds[0]] = int(count)
+        if (kind := kind if equals else kinds[0]) in counts:
+            raise UserError(f"--devices {devices!r} names {kind} twice")
+        counts[kind] = int(count)
     return counts

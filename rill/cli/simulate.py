@@ -27,7 +27,10 @@ def simulate_command(
     overrides: Overrides = None,
     profile: Profiles = None,
     devices: Devices = "",
-    first: Annotated[int, typer.Option("--from", help="The smallest size; sizes double from there.")] = 0,
+    first: Annotated[
+        int,
+        typer.Option("--from", min=0, help="The smallest size; sizes double from there. 0: 8, or 1 up to 8."),
+    ] = 0,
     mode: Annotated[Mode, typer.Option(help="Which plans to look at.")] = Mode.AUTO,
     plan: Annotated[Path | None, typer.Option(help="Run this plan instead of searching for one.")] = None,
     steps: Annotated[int, typer.Option(help="Steps to simulate at each size.")] = 5,
@@ -48,7 +51,8 @@ def simulate_command(
 
     \b
     Examples:
-      rill simulate demo --devices 64                      from the figures of the run "demo"
+      rill simulate runs/demo --devices 64                 from the figures of the run "demo"
+      rill simulate demo cluster.devices=2 -n 64           measures the recipe on two devices first
       rill simulate demo -p h100.toml -n 1024 --svg scaling.svg
       rill simulate demo -p h100.toml -n 256 --failures-per-hour 0.001 --slow 0.01:1.5
     """
@@ -78,7 +82,7 @@ def simulate_command(
     largest = problem.pools[0].count
     scaling = scale(
         problem,
-        doublings(first or min(8, largest), largest),
+        doublings(first or (8 if largest > 8 else 1), largest),
         mode=mode,
         steps=steps,
         seed=seed,
@@ -115,7 +119,9 @@ def _say_scaling(scaling: Scaling) -> None:
             ]
         )
     say_table(["devices", "mode", "predicted s", "simulated s", "items/s", "efficiency", "plan"], rows)
-    if scaling.knee == scaling.possible[-1].devices:
+    if len(scaling.possible) == 1:
+        say(f"one size has a plan, {scaling.knee}: give more --devices, or a smaller --from, to see a knee")
+    elif scaling.knee == scaling.possible[-1].devices:
         say(f"no knee up to {scaling.knee} devices: every doubling makes steps at least 1.5 × as fast")
     else:
         say(f"the knee is at {scaling.knee} devices: the next doubling makes steps less than 1.5 × as fast")

@@ -349,9 +349,9 @@ def _why_it_lost(problem: Problem, best: Found, other: Found | str) -> str:
     spent_s = stage_seconds(problem, slowest)
     text = f"{other.step_s:.4g} s, {longer:.1%} longer: {structure_text(other.tree)}; "
     if other.tree.mode is Mode.SPLIT:
-        return (
-            text + f"{slowest.nodes[0]} on {sum(slowest.devices)} devices sets the pace with {spent_s:.4g} s"
-        )
+        num = sum(slowest.devices)
+        on = f"{num} device{'' if num == 1 else 's'}"
+        return f"{text}{slowest.nodes[0]} on {on} sets the pace with {spent_s:.4g} s"
     worked = sum(stage_seconds(problem, stage) for stage in stages)
     swaps = max(0.0, other.step_s - worked) if other.tree.mode is Mode.SHARED else 0.0
     lost = f", {swaps:.3g} s go to swaps and weights" if swaps > 0.001 * other.step_s else ""

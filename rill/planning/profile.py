@@ -35,7 +35,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -45,6 +45,11 @@ from rill.errors import PlanError
 from rill.planning.cost import Option, Pool, WorkerCost, fullest
 from rill.planning.fit import Curve, constant, fit
 from rill.planning.graph import Graph
+
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+FromOne = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+FromZero = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -57,11 +62,11 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    count: int = 0
+    count: Whole = 0
     """Devices that it was measured with. 0: not known."""
-    memory_bytes: float = float("inf")
-    link_bytes_per_s: float = float("inf")
-    local_bytes_per_s: float = float("inf")
+    memory_bytes: Positive = float("inf")
+    link_bytes_per_s: Positive = float("inf")
+    local_bytes_per_s: Positive = float("inf")
 
 
 class Points(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -69,17 +74,17 @@ class Points(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     columns of the same points; memory may be left out."""
 
     kind: str
-    parallel: int = 1
-    items: tuple[float, ...]
-    replicas: tuple[int, ...]
-    seconds: tuple[float, ...]
-    memory_bytes: tuple[float, ...] = ()
-    onload_s: float = 0.0
-    offload_s: float = 0.0
-    tail_s: float = 0.0
-    step_s: float = 0.0
-    sharded_bytes: float = 0.0
-    least: int = 1
+    parallel: FromOne = 1
+    items: tuple[Positive, ...]
+    replicas: tuple[FromOne, ...]
+    seconds: tuple[FromZero, ...]
+    memory_bytes: tuple[FromZero, ...] = ()
+    onload_s: FromZero = 0.0
+    offload_s: FromZero = 0.0
+    tail_s: FromZero = 0.0
+    step_s: FromZero = 0.0
+    sharded_bytes: FromZero = 0.0
+    least: FromOne = 1
     """Fewest replicas that it is known to run on."""
 
 
@@ -87,19 +92,19 @@ class WorkerProfile(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     options: dict[str, Points]
-    lengths: tuple[float, ...] = ()
+    lengths: tuple[Positive, ...] = ()
     streams: bool = False
-    concurrency: int = 0
-    rounds: int = 1
+    concurrency: Whole = 0
+    rounds: FromOne = 1
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     identity: Identity
     workers: dict[str, WorkerProfile]
     devices: dict[str, DeviceKind] = {}
-    switch_s: float = 0.0
+    switch_s: FromZero = 0.0
     """What it took to put all groups on other devices."""
-    tried: dict[str, float] = {}
+    tried: dict[str, FromZero] = {}
     """Seconds of a step under plans that were run for some steps, by `Plan.signature`: better than any prediction."""
     graph: dict[str, Any] = {}
     """Of the workflow it was measured with, as `Graph.values` gives it. Empty: not known."""
@@ -208,11 +213,8 @@ def _check_points(where: str, points: Points) -> None:
         raise PlanError(
             f"{where}: items, replicas, seconds and memory_bytes are columns of one length: got {columns}"
         )
-    if points.parallel < 1 or min(points.replicas) < 1:
-        raise PlanError(f"{where}: parallel and replicas count from 1")
-    measured = (*points.seconds, *points.memory_bytes)
-    if min(points.items) <= 0 or min(measured) < 0 or not all(map(math.isfinite, (*points.items, *measured))):
-        raise PlanError(f"{where}: items are above 0, seconds and memory_bytes from 0")
+    if not all(map(math.isfinite, (*points.items, *points.seconds, *points.memory_bytes))):
+        raise PlanError(f"{where}: items, seconds and memory_bytes are finite numbers")
 
 
 def _merged_worker(mine: WorkerProfile, its: WorkerProfile) -> WorkerProfile:

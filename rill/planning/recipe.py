@@ -169,12 +169,16 @@ def problem_of(
         profile.pools(Counter(device.kind for device in devices)),
     )
     staying = config.together if config.cluster.colocate else ()
-    has_memory = any(p.memory_bytes for w in profile.workers.values() for p in w.options.values())
+    points = [p for w in profile.workers.values() for p in w.options.values()]
+    has_memory = any(p.memory_bytes or p.sharded_bytes for p in points)
     if staying or not has_memory:
         pools = tuple(replace(pool, memory_bytes=FULL_BYTES) for pool in pools)
         used = {name: constant(STAYS_BYTES if name in staying else FULL_BYTES) for name in costs}
         costs = {
-            name: replace(cost, options=tuple(replace(o, memory_bytes=used[name]) for o in cost.options))
+            name: replace(
+                cost,
+                options=tuple(replace(o, memory_bytes=used[name], sharded_bytes=0.0) for o in cost.options),
+            )
             for name, cost in costs.items()
         }
     return Problem(

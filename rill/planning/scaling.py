@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from xml.sax.saxutils import escape
 
 from rill.errors import PlanError
 from rill.planning.cost import Problem
@@ -109,12 +110,13 @@ def draw_svg(scaling: Scaling, title: str) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="430" '
         'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="430" fill="white"/><text x="{left}" y="18" font-size="13">{title}</text>',
+        f'<rect width="{width}" height="430" fill="white"/>',
+        f'<text x="{left}" y="18" font-size="13">{escape(title)}</text>',
         f'<text x="{left}" y="36" fill="#555">efficiency against {sizes[0].devices} devices; '
         f"knee at {scaling.knee}</text>",
     ]
     points = []
-    longest = max(sum(s.simulated.busy.values()) for s in sizes if s.simulated)
+    longest = max(sum(s.simulated.busy.values()) for s in sizes if s.simulated) or 1.0
     for i, size in enumerate(sizes):
         assert size.simulated
         x, efficiency = left + 36 + i * step, scaling.efficiency(size)

@@ -47,6 +47,16 @@ class Weather:
     """Relative standard deviation of every chunk."""
     changes: tuple[Change, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in ("failures_per_hour", "repair_s", "slow_share", "slow_factor", "jitter"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise PlanError(f"{name} is {value}: it counts from 0")
+        if self.slow_share > 1 or self.slow_factor < 1:
+            raise PlanError(
+                f"stragglers are a share of the devices, at most 1, that take at least 1 time as long: got "
+                f"{self.slow_share:g} and {self.slow_factor:g}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -89,7 +99,7 @@ class Simulated:
 
     @property
     def items_per_s(self) -> float:
-        return self.items / self.mean_step_s
+        return self.items / max(self.mean_step_s, 1e-12)
 
 
 def simulate(

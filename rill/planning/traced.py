@@ -386,7 +386,7 @@ def _chunks(step: StepTimes, events: Sequence[Event]) -> list[tuple[int, float]]
             and span.at_ns <= e.at_ns < span.at_ns + span.duration_ns
         )
         key = (str(span.attributes["of"]), str(span.attributes["chunk"]))
-        seconds = (span.duration_ns - idle_ns) / 1e9
+        seconds = max(0, span.duration_ns - idle_ns) / 1e9  # spans of waits may lie in one another
         if key not in found or seconds > found[key][1]:
             found[key] = (int(span.attributes["groups"]), seconds)
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)

@@ -104,6 +104,7 @@ def test_a_profile_of_another_version_is_refused_or_marked() -> None:
         ([*PROFILED, "-n", "tpu=2"], "no worker was measured on tpu"),
         ([*PROFILED, "-n", "0"], "at least one device"),
         ([*PROFILED, "-n", "two"], "write a number for each kind"),
+        ([*PROFILED, "-n", "4,4"], "names gpu twice"),
         ([*PROFILED, "-n", "2", "placement.actor=0-3"], "placement"),
         (["nothing", "-p", "p.toml", "-n", "2"], "is no recipe or run"),
     ],
@@ -126,6 +127,45 @@ def test_scaling_is_simulated_and_drawn() -> None:
     assert Path("s.svg").read_text().startswith("<svg")
     values = json.loads(run("simulate", *PROFILED, "-n", "8", "--from", "4", "--json"))
     assert [size["devices"] for size in values["sizes"]] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--from", "-3"], "--from"),
+        (["--failures-per-hour", "-1"], "failures_per_hour is -1.0: it counts from 0"),
+        (["--jitter", "nan"], "jitter is nan"),
+        (["--slow", "0.5:0"], "at least 1 time as long"),
+        (["--slow", "2:3"], "at most 1"),
+        (["--steps", "0"], "simulate one at least"),
+    ],
+)
+def test_weather_and_sizes_that_cannot_be_are_refused(arguments: list[str], words: str) -> None:
+    assert words in run("simulate", *PROFILED, "-n", "8", *arguments, exit_code=2)
+
+
+def test_a_small_cluster_is_simulated_from_one_device_on() -> None:
+    sizes = json.loads(run("simulate", *PROFILED, "-n", "4", "--json"))["sizes"]
+    assert [size["devices"] for size in sizes] == [1, 2, 4]
+    assert "one size has a plan, 1" in run("simulate", *PROFILED, "-n", "1")
+
+
+def test_workers_that_take_no_time_are_no_division_by_zero() -> None:
+    text = (PROFILE + GRAPH).replace("tail_s = 0.01", "").replace("onload_s = 0.2", "").replace("1e9", "0.0")
+    for seconds in ("[1.0, 1.5, 2.5]", "[2, 4, 8]"):
+        text = text.replace(f"seconds = {seconds}", "seconds = [0, 0, 0]")
+    Path("p.toml").write_text(text)
+    for devices in ("1", "5"):
+        assert "0 s a step" in run("plan", *PROFILED, "-n", devices)
+        run("simulate", *PROFILED, "-n", devices, "--svg", "s.svg")
+
+
+def test_memory_that_is_only_divided_over_devices_counts() -> None:
+    bare = (PROFILE + GRAPH).replace("memory_bytes = [4e10, 4e10, 5e10]", "")
+    Path("p.toml").write_text(bare.replace("onload_s = 0.2", "sharded_bytes = 1.6e11"))
+    said = run("plan", *PROFILED, "-n", "1", exit_code=2)
+    assert "actor does not fit: it needs 149.0 GiB of a gpu device, which has 74.5 GiB" in said
+    assert json.loads(run("plan", *PROFILED, "-n", "2", "--json"))["workers"]["actor"]["devices"] == "0-1"
 
 
 def test_a_plans_own_file_is_simulated_in_bad_weather() -> None:
