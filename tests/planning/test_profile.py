@@ -103,7 +103,10 @@ def test_the_fullest_replica_is_not_counted_twice() -> None:
         (profile(tail_s=-1.0).dumps(), ">= 0.0.*tail_s"),
         (profile(least=0).dumps(), ">= 1.*least"),
         (profile().dumps().replace("lengths = [1.0", "lengths = [0.0"), "> 0.0.*lengths"),
-        (profile().dumps().replace("memory_bytes = 80000000000.0", "link_bytes_per_s = 0"), "> 0.0.*link_bytes"),
+        (
+            profile().dumps().replace("memory_bytes = 80000000000.0", "link_bytes_per_s = 0"),
+            "> 0.0.*link_bytes",
+        ),
         (profile().dumps() + '[graph]\nnodes = "rollout"\n', "the profile's graph: Expected `array`"),
         (profile().dumps().partition("[workers.rollout.options")[0] + "options = {}\n", "no options"),
         ("model = 'caf\xe9'", "cannot read the profile .*utf-8"),
