@@ -314,8 +314,10 @@ def _try_episodes(
     """One of them has to come to a reward. One that takes long is a note: a sandbox may have to be built."""
     tokenizer = encoder.tokenizer
     environment = open_environment(config, tokenizer, encoder.pictures)
-    failed: list[Episode] = []
-    try:
+
+    async def failures() -> list[Episode]:
+        """None where one has come to a reward."""
+        failed: list[Episode] = []
         for prompt in prompts[:NUM_EPISODES]:
             said = str(prompt.metadata.get("solution") or prompt.answer or "0")
             ids = np.asarray([*tokenizer.encode(said, add_special_tokens=False), *_end(tokenizer)], np.int32)
@@ -327,10 +329,13 @@ def _try_episodes(
                 group_id="preflight",
                 sampling=sampling,
             )
-            episode = asyncio.run(asyncio.wait_for(work, TRY_S))
-            if episode.failure is None:
+            failed.append(await asyncio.wait_for(work, TRY_S))
+            if failed[-1].failure is None:
                 return []
-            failed.append(episode)
+        return failed
+
+    try:
+        failed = asyncio.run(failures())  # on one event loop, as in a run
     except TimeoutError:
         return [f"an episode of {config.type!r} was tried, and not finished after {TRY_S:g} s"]
     finally:

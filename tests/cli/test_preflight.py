@@ -123,6 +123,26 @@ def test_an_environment_that_takes_its_time_is_a_note(monkeypatch: pytest.Monkey
     assert "not finished after 0.05 s" in note
 
 
+class Client(Environment):
+    """Kept from episode to episode, as a connection would be; the first one is in vain."""
+
+    class Config(Environment.Config):
+        pass
+
+    loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, task: Prompt, agents: Agents) -> float:
+        if self.loop is None:
+            self.loop = asyncio.get_running_loop()
+            raise ConnectionError("not yet")
+        assert self.loop is asyncio.get_running_loop()
+        return 0.0
+
+
+def test_what_an_environment_keeps_works_in_the_next_episode() -> None:
+    assert preflight(tiny("rollout.env.type=tests.cli.test_preflight:Client")) == []
+
+
 def test_rows_without_anything_in_them_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is empty"):
         preflight(tiny(*rows(tmp_path, "\n\n")))
