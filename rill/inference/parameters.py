@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rill.errors import RequestError, WeightSyncError
 
@@ -19,8 +22,6 @@ if TYPE_CHECKING:
 
     from rill.inference.base import NamedTensors
     from rill.models.loading import ModelConfig
-
-T = TypeVar("T")
 
 TIED_HEAD = "lm_head.weight"
 
@@ -34,6 +35,43 @@ def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     saved = module.state_dict().keys()
     buffers = {name: tuple(b.shape) for name, b in module.named_buffers() if name in saved}
     return {name: tuple(p.shape) for name, p in module.named_parameters()} | buffers
+
+
+def as_parameters(
+    saved: Mapping[str, Callable[[], torch.Tensor]], model: ModelConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What transformers makes of a checkpoint's tensors when it loads them: renamed, experts joined. One parameter in
+    memory at a time."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    from rill.models.loading import empty_model, load_model_config
+
+    module = empty_model(load_model_config(model))
+    known, transforms = module.state_dict(), get_model_conversion_mapping(module)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    made: dict[str, Any] = {}
+    for name in sorted(saved, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, module.base_model_prefix, known)
+        if name in known or target not in known:
+            target, pattern = name, None  # what is wrong with it is told under its own name
+        if target not in made:
+            made[target] = WeightRenaming(name, target) if pattern is None else deepcopy(by_pattern[pattern])
+        made[target].add_tensor(target, name, pattern or name, saved[name])
+    for target, transform in made.items():
+        try:
+            parts = transform.convert(target, model=module, config=module.config)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise WeightSyncError(f"{target} cannot be made of what the checkpoint has: {error}") from error
+        for name, tensor in parts.items():
+            yield name, tensor[0] if isinstance(tensor, list) else tensor
 
 
 def checked(
@@ -77,6 +115,9 @@ class Checkpoint:
     again. It crosses a process boundary as paths, so that every replica reads (and maps) the files itself."""
 
     shards: tuple[Path, ...]
+    model: ModelConfig | None = None
+    """Whose checkpoint it is, where transformers keeps parameters under other names than the model has them, such as
+    experts one by one. None: the names are the model's."""
 
     @staticmethod
     def from_folder(folder: Path) -> Checkpoint:
@@ -107,19 +148,36 @@ class Checkpoint:
         return Checkpoint((path,))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes from the files' headers; a file that is cut off is found out too. Needs no torch."""
-        return dict(self._read("np", lambda file, name: tuple(file.get_slice(name).get_shape())))
+        """Names and shapes from the files' headers; a file that is cut off is found out too. Needs torch for a `model`
+        only."""
+        found: dict[str, tuple[int, ...]] = {}
+        for shard in self.shards:
+            with _opened(shard, "np") as file:
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        if self.model is None:
+            return found
+        import torch
+
+        empty = {name: partial(torch.empty, shape, device="meta") for name, shape in found.items()}
+        return {name: tuple(tensor.shape) for name, tensor in as_parameters(empty, self.model)}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._read("pt", lambda file, name: file.get_tensor(name))
+        if self.model is None:
+            for shard in self.shards:
+                with _opened(shard, "pt") as file:
+                    yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            return
+        with ExitStack() as held:
+            files = [held.enter_context(_opened(shard, "pt")) for shard in self.shards]
+            saved = {name: partial(file.get_tensor, name) for file in files for name in file.keys()}  # noqa: SIM118
+            yield from as_parameters(saved, self.model)
 
-    def _read(self, framework: str, take: Callable[[Any, str], T]) -> Iterator[tuple[str, T]]:
-        from safetensors import SafetensorError, safe_open
 
-        for shard in self.shards:
-            try:
-                with safe_open(shard, framework=framework) as file:
-                    for name in file.keys():  # noqa: SIM118
-                        yield name, take(file, name)
-            except (OSError, SafetensorError) as error:
-                raise WeightSyncError(f"{shard} cannot be read: {error}") from error
+def _opened(shard: Path, framework: str) -> Any:
+    """Its header is read, and tells whether it is whole."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(shard, framework=framework)
+    except (OSError, SafetensorError) as error:
+        raise WeightSyncError(f"{shard} cannot be read: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from rill.inference.native.engine import NativeEngine
 from rill.inference.server import BackgroundServer, ServerConfig, create_app
@@ -156,8 +157,44 @@ def test_a_model_of_the_hub_can_be_reloaded_too(
     model.save_pretrained(tmp_path)
     monkeypatch.setattr("rill.models.loading.hub_folder", lambda *_: tmp_path)
     served = ModelConfig(path="owner/tiny", tokenizer="chars")
-    app = create_app(engine, engine.tokenizer, ServerConfig(port=0), model=served)  # type: ignore[arg-type]
+    app = create_app(engine, engine.tokenizer, ServerConfig(port=0), model=served)
     with BackgroundServer(app, ServerConfig(port=0)) as server, httpx.Client(base_url=server.url) as client:
         answer = client.post("/reload_weights")
         assert answer.status_code == 200, answer.text
         assert np.allclose(answer_of(client)[1], scores(7), atol=1e-4)
+
+
+@pytest.mark.parametrize("shard_size", ["10GB", "40KB"])
+def test_experts_may_lie_one_by_one_as_transformers_writes_them(tmp_path: Path, shard_size: str) -> None:
+    shape = {**MODEL.shape, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+             "moe_intermediate_size": 16}  # fmt: skip
+    fresh, trained = (ModelConfig(shape=shape, tokenizer="chars", seed=seed) for seed in (0, 1))
+    model = load_model(trained, dtype=torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        logprobs_TV = torch.log_softmax(model(ids).logits[0].float(), dim=-1)
+    wanted = logprobs_TV[torch.arange(3), ids[0, 1:]].numpy()
+    config = NativeEngine.Config(model=fresh, num_kv_blocks=64, dtype="float32", device="cpu")
+    with closing(NativeEngine(config)) as engine:
+        app = create_app(engine, engine.tokenizer, ServerConfig(port=0), model=fresh)
+        with (
+            BackgroundServer(app, ServerConfig(port=0)) as server,
+            httpx.Client(base_url=server.url) as client,
+        ):
+            assert not np.allclose(answer_of(client)[1], wanted, atol=1e-2)
+            answer = client.post("/update_weights", json={"weight_dir": str(tmp_path)}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            assert np.allclose(answer_of(client)[1], wanted, atol=1e-4)
+            name = "model.layers.1.mlp.experts.3.down_proj.weight"
+            path, tensors = next(
+                (path, tensors)
+                for path in tmp_path.glob("*.safetensors")
+                if name in (tensors := load_file(path))
+            )
+            del tensors[name]
+            save_file(tensors, path)
+            refused(client, {"weight_dir": str(tmp_path)}, 409, "experts")
+            save_file({**tensors, name: torch.ones(2, 2)}, path)
+            refused(client, {"weight_dir": str(tmp_path)}, 502, "experts")
+            assert np.allclose(answer_of(client)[1], wanted, atol=1e-4)

@@ -563,7 +563,7 @@ def _kept(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         for copy in copies:
             copy.unlink(missing_ok=True)
         return checkpoint
-    return Checkpoint(copies)
+    return replace(checkpoint, shards=copies)
 
 
 def _recorded(flight: Flight) -> Request:

@@ -11,12 +11,13 @@ The engine reads the files itself, a tensor at a time; replicas all read the sam
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from rill.errors import WeightSyncError
 from rill.inference.base import Engine
-from rill.inference.parameters import Checkpoint, check_shapes, expected_shapes
+from rill.inference.parameters import TIED_HEAD, Checkpoint, check_shapes, expected_shapes
 from rill.inference.server.errors import ApiError
 from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion
@@ -57,6 +58,9 @@ class WeightInbox:
         try:
             checkpoint = Checkpoint.from_folder(folder)
             shapes = checkpoint.shapes()
+            if self._expected is not None and shapes.keys() - self._expected.keys() - {TIED_HEAD}:
+                checkpoint = replace(checkpoint, model=self._model)
+                shapes = checkpoint.shapes()
         except WeightSyncError as error:
             message = f"{error}. The old weights stay in service"
             raise ApiError(502, message, code="bad_weights") from error
