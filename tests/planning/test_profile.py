@@ -99,7 +99,7 @@ def test_the_fullest_replica_is_not_counted_twice() -> None:
         (profile().dumps().replace("replicas = [1, 1, 1]", "replicas = [1]"), "one length"),
         (profile().dumps().replace("replicas = [1, 1, 1]", "replicas = [0, 1, 1]"), ">= 1.*replicas"),
         (profile().dumps().replace("items = [8.0", "items = [0.0"), "> 0.0.*items"),
-        (profile().dumps().replace("seconds = [2.0", "seconds = [nan"), r"rollout\.gpu1: items, seconds"),
+        (profile().dumps().replace("seconds = [2.0", "seconds = [inf"), r"rollout\.gpu1: items, seconds"),
         (profile(tail_s=-1.0).dumps(), ">= 0.0.*tail_s"),
         (profile(least=0).dumps(), ">= 1.*least"),
         (profile().dumps().replace("lengths = [1.0", "lengths = [0.0"), "> 0.0.*lengths"),
