@@ -7,12 +7,13 @@ file. Unknown keys are errors. Every field has a docstring with its unit and its
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, InitErrorDetails, core_schema
 
 from rill.errors import UnknownNameError
 from rill.registry import Registry
@@ -45,6 +46,23 @@ class Config(BaseModel):
             is_off = is_off and cls.model_fields[table].get_default(call_default_factory=True) is None
             if value and not is_off:
                 values = _with_default(values, key.split("."), value)
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_flags_for_numbers(cls, values: Any) -> Any:
+        """`true` is no 1."""
+        flags = [k for k, v in values.items() if isinstance(v, bool)] if isinstance(values, dict) else []
+        wrong = {k: _members(cls.model_fields[k].annotation) for k in flags if k in cls.model_fields}
+        errors = [
+            InitErrorDetails(
+                type="int_type" if float not in kinds else "float_type", loc=(k,), input=values[k]
+            )
+            for k, kinds in wrong.items()
+            if {int, float} & kinds and bool not in kinds
+        ]
+        if errors:
+            raise ValidationError.from_exception_data(cls.__name__, errors)
         return values
 
     @model_validator(mode="before")
@@ -102,6 +120,13 @@ class OneOf:
         except UnknownNameError as error:
             raise ValueError(str(error)) from error
         return schema.model_validate(value)
+
+
+def _members(annotation: Any) -> set[Any]:
+    """The types of a union, or the one there is."""
+    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+        return set().union(*map(_members, get_args(annotation)))
+    return {annotation} if isinstance(annotation, type) else set()
 
 
 def as_table(value: Any) -> Any:

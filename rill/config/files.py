@@ -249,5 +249,9 @@ def _parse_value(override: str, text: str) -> Any:
         return parsed["value"] if len(parsed) == 1 else text
     except tomllib.TOMLDecodeError as error:
         if text[:1] in "[{\"'" and text:
-            raise ConfigError(f"command line: {override!r}: the value is not valid TOML: {error}") from None
+            why = str(error).partition(" (at ")[0]  # a place in a line that the user has not written
+            raise ConfigError(
+                f"command line: {override!r}: the value is not valid TOML ({why}): "
+                "texts in a list or a table have quotes"
+            ) from None
         return text

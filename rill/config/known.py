@@ -54,10 +54,10 @@ def check_known(loaded: RecipeValues) -> None:
         where = next(filter(None, map(loaded.provenance.get, given)), str(loaded.path))
         value = value_at(loaded.values, key)
         shown = key if isinstance(value, Mapping) else f"{key} = {show_value(value)}"
-        elsewhere = [
-            f"{table.partition('|')[0]}.{name}".lstrip(".") for table, has in known.items() if name in has
+        keys = [
+            f"{table.partition('|')[0]}.{has}".lstrip(".") for table, all_ in known.items() for has in all_
         ]
-        mistakes.append(f"{where}: {shown}: unknown key{did_you_mean(name, fields, elsewhere, dotted)}")
+        mistakes.append(f"{where}: {shown}: unknown key{did_you_mean(name, fields, keys, dotted)}")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
 

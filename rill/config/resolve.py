@@ -30,6 +30,8 @@ _EXPECTED = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
     "string_type": "a text",
+    "model_type": "a table of keys",
+    "dict_type": "a table of keys",
     "tuple_type": "a list, such as ['a', 'b']",
     "list_type": "a list, such as ['a', 'b']",
 }
@@ -165,11 +167,9 @@ class _Report:
         owner = _model_at(self._model, self._values, path[:-1])
         if owner is None:
             return ""
-        word = str(path[-1])
-        keys = _all_keys(self._model, self._values, "")
-        elsewhere = [key for key in keys if key.rpartition(".")[2] == word]
         table = ".".join(str(part) for part in path[:-1])
-        return did_you_mean(word, owner.model_fields, elsewhere, table)
+        keys = _all_keys(self._model, self._values, "")
+        return did_you_mean(str(path[-1]), owner.model_fields, keys, table)
 
     def _field_help(self, path: Sequence[int | str]) -> str:
         owner = _model_at(self._model, self._values, path[:-1])

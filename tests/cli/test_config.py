@@ -19,9 +19,9 @@ def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, exit_code: int = 0) -> str:
     result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == exit_code, result.output
     return result.output
 
 
@@ -71,3 +71,25 @@ def test_a_wrong_value_of_a_real_recipe_is_one_line_about_that_value(
     result = CliRunner().invoke(app, ["config", "check", "demo", change])
     assert result.exit_code == 2
     assert said in result.output and result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("lr=3", "lr = 3: unknown key here (did you mean 'trainer.optimizer.learning_rate'?)"),
+        ("rollout.temprature=1", "(did you mean 'rollout.sampling.temperature'?)"),
+        ("loop={ step = 3 }", "loop.step = 3: unknown key (did you mean 'steps'?)"),
+        ("model=./mine", "unknown key: valid in [model] are path, seed, shape, tokenizer"),
+        ("loop=5", "loop = 5: expected a table of keys"),
+        ("loop.steps=true", "loop.steps = true: expected a whole number"),
+        ("rollout.sampling={ temperature = false }", "temperature = false: expected a number"),
+        ("sinks=[wandb]", "texts in a list or a table have quotes"),
+    ],
+)
+def test_a_wrong_override_names_the_key_the_nearest_one_or_what_was_expected(
+    override: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RILL_CACHE", str(tmp_path))
+    for _ in range(2):  # before and after the keys are remembered
+        assert words in run("config", "show", "demo", override, exit_code=2)
+        run("config", "show", "demo", "cluster.colocate=true")
