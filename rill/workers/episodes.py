@@ -104,14 +104,18 @@ class Episodes:
         examined = PolicyClient(evaluation, seed=seed + 1, decode=decode)
         room = asyncio.Semaphore(self._config.max_concurrent)
         num_groups = 0
-        async with asyncio.TaskGroup() as groups:
-            async for lease in flows.tasks.of_epoch(epoch).leases():
-                task: Task = lease.value
-                num_groups += 1
-                policy = learner if task.purpose == TRAIN else examined
-                groups.create_task(self._one(lease, flows, policy, room))
-                for _ in range(min(task.num_samples, self._config.max_concurrent)):
-                    await room.acquire()  # before the next task is taken: another worker may have room for it
+        try:
+            async with asyncio.TaskGroup() as groups:
+                async for lease in flows.tasks.of_epoch(epoch).leases():
+                    task: Task = lease.value
+                    num_groups += 1
+                    policy = learner if task.purpose == TRAIN else examined
+                    groups.create_task(self._one(lease, flows, policy, room))
+                    for _ in range(min(task.num_samples, self._config.max_concurrent)):
+                        # Before the next task is taken: another worker may have room for it.
+                        await room.acquire()
+        except ExceptionGroup as errors:  # of the groups: the first is what went wrong
+            raise (first := errors.exceptions[0]) from first.__cause__
         return num_groups
 
     async def _one(self, lease: Lease, flows: Flows, policy: PolicyClient, room: asyncio.Semaphore) -> None:

@@ -182,17 +182,20 @@ class RolloutWorker(Worker):
     async def _serve(self, requests: Channel, answers: tuple[Channel, ...]) -> int:
         room, num_answered = asyncio.Semaphore(self.max_concurrent), 0
         desk = AnswerDesk(asyncio.get_running_loop(), room)
-        async with asyncio.TaskGroup() as running:
-            sending = running.create_task(desk.send())
-            async for lease in requests.leases():
-                question: Question = lease.value
-                num_answered += len(question.requests)
-                asked = OpenQuestion(lease, answers[question.asker], len(question.requests))
-                for future in self._submit(question):
-                    desk.add(asked, future)
-                for _ in question.requests:
-                    await room.acquire()  # before the next is begun: another engine may have room for it
-            sending.cancel()  # the epoch is over when the last question is dealt with
+        try:
+            async with asyncio.TaskGroup() as running:
+                sending = running.create_task(desk.send())
+                async for lease in requests.leases():
+                    question: Question = lease.value
+                    num_answered += len(question.requests)
+                    asked = OpenQuestion(lease, answers[question.asker], len(question.requests))
+                    for future in self._submit(question):
+                        desk.add(asked, future)
+                    for _ in question.requests:
+                        await room.acquire()  # before the next is begun: another engine may have room for it
+                sending.cancel()  # the epoch is over when the last question is dealt with
+        except ExceptionGroup as errors:  # of asking and of sending: the first is what went wrong
+            raise (first := errors.exceptions[0]) from first.__cause__
         return num_answered
 
     def _submit(self, question: Question) -> Sequence[Future[Any]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rill.envs.agent import Agents
+from rill.errors import JournalError
 from rill.inference.base import Completion, Request
 from rill.inference.policy import PolicyClient, answered
 from rill.models.loading import load_tokenizer
@@ -170,3 +173,43 @@ async def test_an_episode_that_cancels_itself_has_failed_and_its_group_is_not_pu
     assert (
         "cancel" in str(samples["1"].trajectory.error).lower() and not samples["1"].trajectory.loss_mask.any()
     )
+
+
+class Tasks:
+    """A channel of tasks, each in a lease."""
+
+    def __init__(self, *tasks: Task) -> None:
+        self._tasks = tasks
+
+    def of_epoch(self, number: int) -> Tasks:
+        return self
+
+    async def leases(self) -> AsyncIterator[Any]:
+        for task in self._tasks:
+            yield SimpleNamespace(value=task)
+
+
+async def test_what_ends_the_episodes_is_told_as_it_is(tmp_path: Path) -> None:
+    """Not as a group of errors: who waits looks at the error, and its first line is what people see."""
+
+    def broken(request: Request) -> str:
+        raise JournalError("the token log cannot be written: make room")
+
+    config = GRPO.Config.model_validate(
+        {
+            "model": MODEL,
+            "data": {"type": "arithmetic"},
+            "algorithm": {},
+            "trainer": {},
+            "rollout": {"env": {"type": "function", "function": f"{__name__}:shown_then_broken"}},
+            "journal": {"enabled": False},
+        }
+    )
+    episodes = Episodes(episode_settings(config, finish_group, str(tmp_path)), "rollout-0", None)
+    tasks = [Task(index=i, prompt=Prompt(id="p", text="1+1="), num_samples=1) for i in range(3)]
+    flows: Any = SimpleNamespace(tasks=Tasks(*tasks))
+    try:
+        with pytest.raises(JournalError, match="make room"):
+            await episodes.run(flows, Engine(broken), Engine(broken), 0)
+    finally:
+        episodes.close()
