@@ -122,7 +122,7 @@ class RobotEnvWorker(Worker):
             policy = RemotePolicy(requests, self._answers, self.rank)
             return asyncio.run(self._run(flows.tasks.of_epoch(epoch), flows, policy))
         except ExceptionGroup as errors:  # of the stages: the first is what went wrong
-            raise errors.exceptions[0] from None
+            raise (first := errors.exceptions[0]) from first.__cause__
 
     async def _run(self, tasks: Channel, flows: Flows, policy: RemotePolicy) -> int:
         work: Work = asyncio.Queue(self.settings.rollout.num_envs)
