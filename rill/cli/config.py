@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from rill.cli.arguments import AsJson, recipe_names
-from rill.cli.console import complain, say, say_json
+from rill.cli.console import Commands, complain, say, say_json
 from rill.config import Config, dump_config, load_recipe, resolve
 from rill.config.files import RecipeValues
 from rill.config.keys import describe_keys
 from rill.config.known import check_known, remember
 from rill.workflows import recipe_schema
 
-app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
+app = typer.Typer(cls=Commands, rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
 Recipe = Annotated[str, typer.Argument(help="A recipe's name or path.", autocompletion=recipe_names)]
 Overrides = Annotated[

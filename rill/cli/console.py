@@ -11,6 +11,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
+
+
+class Commands(TyperGroup):
+    """A group whose help lists what each command does in a whole sentence."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            first = " ".join((command.help or "").partition("\n\n")[0].split()) if command else ""
+            rows.append((name, first.partition(". ")[0].rstrip(".")))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def say(text: str = "") -> None:

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from rill.cli.arguments import RUNS, Root, RunName
-from rill.cli.console import say
+from rill.cli.console import Commands, say
 from rill.telemetry.requests import ask
 from rill.telemetry.run import Run
 
-app = typer.Typer(rich_markup_mode=None, add_completion=False)
+app = typer.Typer(cls=Commands, rich_markup_mode=None, add_completion=False)
 
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the run's answer.")]
 

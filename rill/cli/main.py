@@ -19,9 +19,9 @@ import traceback
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
-from rill.cli.console import complain
+from rill.cli.console import Commands, complain
 from rill.errors import (
     CheckpointError,
     GuardError,
@@ -64,7 +64,7 @@ PATH_TROUBLE = frozenset(
 """A file or folder that was named and cannot be used so."""
 
 
-class CommandTable(TyperGroup):
+class CommandTable(Commands):
     """A group whose commands are listed from COMMANDS and imported only when one is called."""
 
     def __init__(self, **settings: Any) -> None:

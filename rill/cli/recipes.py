@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from rill.cli.arguments import AsJson
-from rill.cli.console import say, say_json, say_table
+from rill.cli.console import Commands, say, say_json, say_table
 from rill.config.recipes import find_recipe, list_recipes, recipe_folders
 from rill.errors import UserError
 
-app = typer.Typer(rich_markup_mode=None, add_completion=False)
+app = typer.Typer(cls=Commands, rich_markup_mode=None, add_completion=False)
 
 
 @app.callback(invoke_without_command=True)

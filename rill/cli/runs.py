@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rill.cli.arguments import RUNS, AsJson, Root, RunName, to_write
-from rill.cli.console import say, say_json, say_paged, say_table
+from rill.cli.console import Commands, say, say_json, say_paged, say_table
 from rill.cli.progress import curve_lines, duration, history_of
 from rill.errors import UserError
 from rill.telemetry.chrome import export_chrome
@@ -38,7 +38,7 @@ _STYLES = {
 _COLUMNS = ["run", "status", "steps", "reward", "held-out", "started", "lasted"]
 _PAIRED_COLUMNS = ["set", "prompts", "first", "second", "difference", "95 % interval", "better / worse", "p"]
 
-app = typer.Typer(rich_markup_mode=None, add_completion=False)
+app = typer.Typer(cls=Commands, rich_markup_mode=None, add_completion=False)
 
 
 @app.callback(invoke_without_command=True)

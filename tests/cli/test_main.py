@@ -103,6 +103,7 @@ def test_every_command_has_help_with_an_example(page: tuple[str, ...]) -> None:
     assert done.exit_code == 0
     assert "Example" in done.stdout
     assert f"rill {' '.join(page)}" in done.stdout
+    assert "..." not in done.stdout.partition("Commands:")[2], "what a command does is said whole"
 
 
 def test_the_version_is_the_packages(tmp_path: Path) -> None:
