@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from rill.errors import ModelError, RequestError, UnsupportedError
 from rill.models.lora import LoRAConfig, add_lora, save_adapter
@@ -82,21 +82,30 @@ def test_modules_may_have_a_rank_and_an_alpha_of_their_own(tmp_path: Path) -> No
     # PEFT: a key is the end of a module's name, or a regular expression of it.
     description |= {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.1\.self_attn\..*": 24}}
     path.write_text(json.dumps(description))
+    cut = {
+        name: (t[:2] if "lora_A" in name else t[:, :2]).contiguous() if "q_proj" in name else t
+        for name, t in load_file(tmp_path / "adapter_model.safetensors").items()
+    }
+    save_file(cut, tmp_path / "adapter_model.safetensors")
     found = read_adapter(tmp_path)
     wanted = {"layers.0.self_attn.q_proj": 8 / 2, "layers.1.self_attn.q_proj": 24 / 2}
     wanted |= {"layers.1.self_attn.k_proj": 24 / 4, "layers.0.mlp.up_proj": 8 / 4}
     for module, own in wanted.items():
         (down, up), (plain_down, plain_up) = found[f"model.{module}"], plain[f"model.{module}"]
-        assert torch.equal(down, plain_down)
-        torch.testing.assert_close(up, plain_up / (8 / 4) * own)
+        assert torch.equal(down, plain_down[: len(down)]) and len(down) == (2 if "q_proj" in module else 4)
+        torch.testing.assert_close(up, plain_up[:, : len(down)] / (8 / 4) * own)
 
 
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    layer, A, B = "model.layers.0.self_attn.q_proj", torch.zeros(2, 32), torch.zeros(32, 2)
+    layer, A, B = "model.layers.0.self_attn.q_proj", torch.zeros(4, 32), torch.zeros(32, 4)
     wrong = {
         "belongs to no linear layer": {"model.ghost.lora_A.weight": A, "model.ghost.lora_B.weight": B},
         "only A": {f"{layer}.lora_A.weight": A},
         "no half": {f"{layer}.weight": A},
+        "its rank is 4": {
+            f"{layer}.lora_A.weight": A[:2].clone(),
+            f"{layer}.lora_B.weight": B[:, :2].clone(),
+        },
         "do not fit": {f"{layer}.lora_A.weight": A, f"{layer}.lora_B.weight": B.T.contiguous()},
     }
     write_adapter(tmp_path, 1)
@@ -106,6 +115,10 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             save_file(tensors, tmp_path / "adapter_model.safetensors")
             with pytest.raises(ModelError, match=words):
                 engine.load_adapter("x", tmp_path)
+        path = tmp_path / "adapter_config.json"
+        path.write_text(path.read_text().replace('"r": 4', '"r": 4, "rank_pattern": {"(": 4}'))
+        with pytest.raises(ModelError, match="no PEFT adapter that can be read"):
+            engine.load_adapter("x", tmp_path)
         assert engine.adapters == frozenset()
     finally:
         engine.close()

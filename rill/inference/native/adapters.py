@@ -45,11 +45,17 @@ def read_adapter(folder: str | Path) -> AdapterTensors:
             if (parts := _KEY.fullmatch(key)) is None:
                 raise ModelError(f"{tensors_file} holds {key!r}, which is no half of a low-rank product")
             module, half = parts.groups()
+            its_rank = _matching(ranks, module, rank)
+            if half == "A" and tensor.shape[:1] != (its_rank,):
+                raise ModelError(
+                    f"{tensors_file}: {module} has A {tuple(tensor.shape)}, but {description_file.name} says that its "
+                    f"rank is {its_rank:g}"
+                )
             if half == "B":
-                scale = _matching(alphas, module, alpha) / _matching(ranks, module, rank) ** root
+                scale = _matching(alphas, module, alpha) / its_rank**root
                 tensor = tensor.float() * scale
             halves.setdefault(module, {})[half] = tensor
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, re.error) as error:
         raise ModelError(f"{folder} holds no PEFT adapter that can be read: {error}") from error
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ModelError(f"{description_file} does not give a rank and lora_alpha: {error!r}") from error
