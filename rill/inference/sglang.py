@@ -73,7 +73,7 @@ class SglangEngine(RemoteEngine):
         variables = (config.admin_key_variable, config.api_key_variable)
         self._admin = bearer(next(filter(None, map(os.environ.get, variables)), ""))
         self._expected = expected_shapes(config.model)
-        self.vocab_size = int(load_model_config(config.model).vocab_size)
+        self.vocab_size = int(load_model_config(config.model).get_text_config().vocab_size)
         self._tags: list[str] = []
         """Of what is released."""
         self.max_context = config.max_context or self._call(self._ask_context(), "server_info", 60.0)
@@ -178,7 +178,7 @@ class SglangEngine(RemoteEngine):
     async def _ask_context(self) -> int:
         info = await self._http.get("/server_info") or await self._http.get("/get_server_info")
         length = (info or {}).get("context_length")
-        return int(length or load_model_config(self.config.model).max_position_embeddings)
+        return int(length or load_model_config(self.config.model).get_text_config().max_position_embeddings)
 
     def _sampling(self, request: Request) -> dict[str, Any]:
         s = request.sampling

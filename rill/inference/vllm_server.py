@@ -51,7 +51,7 @@ class VllmServerEngine(RemoteEngine):
         super().__init__(config, "vllm_server", transport)
         self.config = config
         self._expected = expected_shapes(config.model)
-        self.vocab_size = int(load_model_config(config.model).vocab_size)
+        self.vocab_size = int(load_model_config(config.model).get_text_config().vocab_size)
         self.max_context = self._call(self._ask_context(), "models", config.connect_timeout_s + 30.0)
         if config.is_extended:
             self._call(self._http.post("/collective_rpc", {"method": "rill_prepare"}), "prepare", 60.0)

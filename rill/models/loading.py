@@ -167,7 +167,7 @@ def model_builder(model_config: PretrainedConfig) -> Any:
     if kind not in AutoModelForCausalLM._model_mapping and kind in AutoModelForImageTextToText._model_mapping:
         raise UnsupportedError(
             f"{model_config.model_type!r} is a vision-language model that rill does not know: known are "
-            f"{', '.join(sorted(VISION_TYPES))}; the vllm or sglang engine may serve it"
+            f"{', '.join(sorted(VISION_TYPES))}; the openai engine asks a server that has it"
         )
     return AutoModelForCausalLM
 

@@ -6,9 +6,11 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -24,6 +26,7 @@ from rill.inference.server import BackgroundServer, ServerConfig
 from rill.inference.sglang import SglangEngine
 from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion, SamplingParams, StopReason
+from tests.models.tiny_vision import tiny
 
 MODEL = ModelConfig(
     shape={"model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 16,
@@ -312,3 +315,12 @@ def test_control_routes_take_the_admin_key(monkeypatch: pytest.MonkeyPatch) -> N
         engine.flush()
         assert len(engine.generate([ask("a")], 20.0)[0].token_ids) == 10
         engine.close()
+
+
+def test_a_vision_language_model_has_its_sizes_in_its_text_part() -> None:
+    def server_info(http: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"context_length": None})
+
+    config = SglangEngine.Config(url="http://nowhere", model=tiny("qwen2_5_vl"))
+    with closing(SglangEngine(config, transport=httpx.MockTransport(server_info))) as engine:
+        assert (engine.vocab_size, engine.max_context) == (107, 256)
