@@ -113,7 +113,7 @@ def test_what_is_no_adapter_of_this_model_is_refused_in_words(client: httpx.Clie
     assert "holds no PEFT adapter" in load(client, "a", tmp_path / "nothing").json()["error"]["message"]
     write_adapter(tmp_path / "a", 1)
     assert load(client, "base", tmp_path / "a").status_code == 400
-    ghost = {f"ghost.lora_{half}.weight": torch.zeros(2, 2) for half in "AB"}
+    ghost = {f"ghost.lora_{half}.weight": torch.zeros(4, 4) for half in "AB"}
     save_file(ghost, tmp_path / "a" / "adapter_model.safetensors")
     assert "no linear layer" in load(client, "a", tmp_path / "a").json()["error"]["message"]
     flat = {f"model.layers.0.self_attn.q_proj.lora_{half}.weight": torch.zeros(4) for half in "AB"}
