@@ -75,17 +75,19 @@ class Fault:
 def chaos(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or file; a small one.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as loop.steps=20.")] = None,
-    faults: Annotated[int, typer.Option("--faults", help="Hurt it so often, if it lasts long enough.")] = 20,
+    faults: Annotated[
+        int, typer.Option("--faults", min=0, help="Hurt it so often, if it lasts long enough.")
+    ] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Decides what is done to whom, and when.")] = 0,
     every_s: Annotated[
-        float, typer.Option("--every", help="Seconds between two faults; fewer where steps are few.")
+        float, typer.Option("--every", min=0.1, help="Seconds between two faults; fewer where steps are few.")
     ] = 2.0,
     kinds: Annotated[
         str, typer.Option("--kinds", help=f"Of {', '.join(KINDS)}; disk needs a small one.")
     ] = "",
     root: Root = RUNS,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", help="Seconds that the hurt run may take.")
+        float, typer.Option("--timeout", min=1, help="Seconds that each of the two runs may take.")
     ] = 3600.0,
 ) -> None:
     """Run a recipe while processes are killed, stopped, slowed down and cut off at random, and say what held: it
@@ -119,8 +121,15 @@ def chaos(
     if is_exact(config):
         say("the undisturbed run")
         calm = Trained(recipe, changes, root, f"chaos-{seed}-calm")
-        if calm.process.wait(timeout_s) != 0:
-            raise UserError(f"the undisturbed run fails too: {calm.said()}")
+        try:
+            if calm.process.wait(timeout_s) != 0:
+                raise UserError(f"the undisturbed run fails too: {calm.said()}")
+        except subprocess.TimeoutExpired:
+            calm.process.kill()
+            calm.process.wait(60)
+            raise UserError(
+                f"the undisturbed run has not ended after {timeout_s:g} s: give more (--timeout), or fewer loop.steps"
+            ) from None
     say(f"the run, hurt up to {faults} times")
     hurt = Trained(recipe, changes, root, f"chaos-{seed}-hurt")
     done = Harness(hurt, random.Random(seed), chosen, every_s, config.loop.steps).run(faults, timeout_s)

@@ -13,7 +13,7 @@ from rill.telemetry.run import Run
 
 app = typer.Typer(cls=Commands, rich_markup_mode=None, add_completion=False)
 
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the run's answer.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for the run's answer.")]
 
 
 @app.callback()

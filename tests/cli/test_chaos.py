@@ -73,6 +73,15 @@ def test_a_kind_of_fault_that_there_is_not_is_refused_before_anything_runs(tmp_p
     assert result.exit_code == 2 and "keeps no token log" in result.output and not list(tmp_path.iterdir())
 
 
+def test_an_undisturbed_run_that_takes_too_long_is_ended_and_said(tmp_path: Path) -> None:
+    command = ["chaos", RECIPE, "loop.steps=100000", "--root", str(tmp_path)]
+    result = CliRunner().invoke(app, [*command, "--timeout", "1"])
+    assert result.exit_code == 2 and "has not ended after 1 s: give more (--timeout)" in result.output
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or ())]
+    for wrong in (["--every", "0"], ["--timeout", "-1"], ["--faults", "-1"]):
+        assert wrong[0] in CliRunner().invoke(app, [*command, *wrong]).output
+
+
 def hurt(folder: Path, *arguments: str) -> tuple[str, dict[str, object]]:
     result = CliRunner().invoke(app, ["chaos", RECIPE, *arguments, "--root", str(folder)])
     assert result.exit_code == 0, result.output
