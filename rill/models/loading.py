@@ -6,6 +6,7 @@ over a name of the hub (rill.models.hub), and nothing but such a name is fetched
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,7 +77,13 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
             return AutoConfig.from_pretrained(folder, local_files_only=True)
     shape = dict(config.shape)
     with _explained("model.shape is none that transformers knows"):
-        return AutoConfig.for_model(shape.pop("model_type"), **shape)
+        plain = AutoConfig.for_model(model_type := shape.pop("model_type"))
+        # Transformers keeps what it does not know, and models read some of that: what is near to a name is a misspelt one.
+        names = {*vars(plain), *plain.attribute_map, *vars(type(plain))}
+        for key in shape.keys() - names:
+            if near := difflib.get_close_matches(key, names, n=1, cutoff=0.85):
+                raise ModelError(f"model.shape: {model_type} has no {key!r} (did you mean {near[0]!r}?)")
+        return AutoConfig.for_model(model_type, **shape)
 
 
 def load_model(

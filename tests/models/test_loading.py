@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rill.errors import ModelError
-from rill.models.loading import ModelConfig, load_model, load_tokenizer
+from rill.models.loading import ModelConfig, load_model, load_model_config, load_tokenizer
 
 SHAPE = {"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 104, "intermediate_size": 16,
          "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
@@ -134,3 +134,9 @@ def test_what_is_damaged_in_a_models_folder_is_named(
             load_tokenizer(config)
         else:
             load_model(config, dtype=torch.float32)
+
+
+def test_a_misspelt_key_of_a_shape_is_refused_and_one_that_models_may_read_is_kept() -> None:
+    with pytest.raises(ModelError, match=r"qwen2 has no 'hiddn_size' \(did you mean 'hidden_size'\?\)"):
+        load_model_config(ModelConfig(shape={**SHAPE, "hiddn_size": 64}))
+    assert load_model_config(ModelConfig(shape={**SHAPE, "head_dim": 8})).head_dim == 8
