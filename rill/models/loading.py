@@ -78,10 +78,10 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     shape = dict(config.shape)
     with _explained("model.shape is none that transformers knows"):
         plain = AutoConfig.for_model(model_type := shape.pop("model_type"))
-        # Transformers keeps what it does not know, and models read some of that: what is near to a name is a misspelt one.
+        # Transformers keeps what it does not know, and models read some of it; what is near to a name is misspelt.
         names = {*vars(plain), *plain.attribute_map, *vars(type(plain))}
         for key in shape.keys() - names:
-            if near := difflib.get_close_matches(key, names, n=1, cutoff=0.85):
+            if near := difflib.get_close_matches(key, names, n=1, cutoff=0.9):
                 raise ModelError(f"model.shape: {model_type} has no {key!r} (did you mean {near[0]!r}?)")
         return AutoConfig.for_model(model_type, **shape)
 
