@@ -4,7 +4,7 @@
         {"time_s": …, "model": …, "metrics": {…}, "config": {…}}                  the first line
         {"set": …, "prompt_id": …, "prompt": …, "response": …, "reward": …}       one line an answer
 
-Written by `rill eval`, read by `rill runs compare` and `rill runs answers`.
+Written by `rill eval`, read by `rill runs compare`.
 """
 
 from __future__ import annotations
