@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import traceback
 from typing import Annotated, Any
@@ -62,6 +63,8 @@ PATH_TROUBLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 )
 """A file or folder that was named and cannot be used so."""
+SETTING = re.compile(r"--([A-Za-z_]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
+"""As others have it on the command line; options of rill's have no dot in their name."""
 
 
 class CommandTable(Commands):
@@ -77,6 +80,8 @@ class CommandTable(Commands):
         name, listed, rest = super().resolve_command(ctx, args)
         if name is None or listed is None:
             return name, listed, rest
+        if setting := next(filter(None, map(SETTING.fullmatch, rest)), None):
+            raise UserError(f"{setting[0]}: a setting has no dashes: {setting[1]}={setting[2] or 'VALUE'}")
         return name, typer.main.get_command(load_target(COMMANDS[name][0])), rest
 
     def invoke(self, ctx: Any) -> Any:

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from rill.cli.main import COMMANDS, app, explain
-from rill.errors import TrainingError, UnknownNameError, WorkerError
+from rill.errors import TrainingError, UnknownNameError, UserError, WorkerError
 from rill.registry import load_target
 from rill.telemetry.run import Run
 from tests import child
@@ -104,6 +104,13 @@ def test_every_command_has_help_with_an_example(page: tuple[str, ...]) -> None:
     assert "Example" in done.stdout
     assert f"rill {' '.join(page)}" in done.stdout
     assert "..." not in done.stdout.partition("Commands:")[2], "what a command does is said whole"
+
+
+@pytest.mark.parametrize("words", [["--loop.steps=5"], ["--loop.steps", "5"]])
+def test_a_setting_with_dashes_is_told_how_it_is_written(words: list[str]) -> None:
+    done = CliRunner().invoke(app, ["train", "demo", *words])
+    assert done.exit_code == UserError.exit_code
+    assert "a setting has no dashes: loop.steps=" in done.stderr
 
 
 def test_the_version_is_the_packages(tmp_path: Path) -> None:
