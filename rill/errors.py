@@ -151,19 +151,26 @@ class GuardError(RunError):
 
 def mistake_behind(error: RillError) -> UserError | None:
     """The user's mistake that an error is, or that a worker found and reported with it; None for a misfortune."""
-    cause: BaseException | None = error
-    while isinstance(cause, WorkerError):
-        cause = cause.__cause__
+    found = first_found(error)
+    cause = found.__cause__ if isinstance(found, WorkerError) else found
     return cause if isinstance(cause, UserError) else None
 
 
+def first_found(error: RillError) -> RillError:
+    """That of the worker where it began, behind those of the workers that called it; itself where none is behind."""
+    while isinstance(error, WorkerError) and isinstance(error.__cause__, WorkerError):
+        error = error.__cause__
+    return error
+
+
 def in_words(error: BaseException) -> str:
-    """Its class and its text, fit to travel: also where its `__str__` raises."""
+    """Its class and its text, where it has one, fit to travel: also where its `__str__` raises."""
     try:
         text = error.headline if isinstance(error, WorkerError) else str(error)
     except Exception as broken:  # noqa: BLE001  boundary: classes of users
         text = f"(its text cannot be had: {type(broken).__name__} in __str__)"
-    return f"{type(error).__name__}: {text}".encode("utf-8", "replace").decode()
+    name = type(error).__name__
+    return f"{name}: {text}".encode("utf-8", "replace").decode() if text else name
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from rill.errors import (
     TrainingError,
     UserError,
     WorkerError,
+    first_found,
 )
 from rill.registry import load_target
 
@@ -146,11 +147,12 @@ def root(
 
 def explain(error: RillError) -> tuple[str, int]:
     """The message and the exit code. What is said in words needs no traceback, even if a worker found it."""
-    cause = error.__cause__
-    if isinstance(error, WorkerError) and isinstance(
+    found = first_found(error)
+    cause = found.__cause__
+    if isinstance(found, WorkerError) and isinstance(
         cause, UserError | TrainingError | CheckpointError | GuardError
     ):
-        return f"{cause} (found by {error.group}[{error.rank}])", cause.exit_code
+        return f"{cause} (found by {found.group}[{found.rank}])", cause.exit_code
     return str(error), error.exit_code
 
 

@@ -21,10 +21,10 @@ from rill.envs.agent import Agents, EpisodeOver, Setting, TurnTimeout
 from rill.envs.base import Environment, Policy
 from rill.envs.deadline import Late, begun, within
 from rill.envs.events import MISSING, EventLog, MemoryLog
-from rill.envs.places import described, named
+from rill.envs.places import described
 from rill.envs.rewards.base import as_score
 from rill.envs.rewards.runner import RewardRunner, Score
-from rill.errors import InvalidSampleError, RunError, TooLongError
+from rill.errors import InvalidSampleError, RunError, TooLongError, in_words
 from rill.types import Episode, Failure, Prompt, SamplingParams, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def _take_returned(agents: Agents, outcome: _Outcome) -> None:
     except Exception as error:  # noqa: BLE001  boundary: a number of the user's own may raise anything
         kind = type(outcome.returned).__name__
         outcome.fail(
-            Failure.REWARD, f"the environment's run() returned a {kind} as the reward: {named(error)}"
+            Failure.REWARD, f"the environment's run() returned a {kind} as the reward: {in_words(error)}"
         )
 
 
@@ -210,7 +210,7 @@ def _check_metrics(agents: Agents, outcome: _Outcome) -> None:
         try:
             agents.metrics[str(name)] = float(value)
         except Exception as error:  # noqa: BLE001  boundary, as above
-            outcome.fail(Failure.ENVIRONMENT, f"agents.metrics[{name!r}] is no number: {named(error)}")
+            outcome.fail(Failure.ENVIRONMENT, f"agents.metrics[{name!r}] is no number: {in_words(error)}")
 
 
 async def _score(

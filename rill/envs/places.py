@@ -13,6 +13,7 @@ from traceback import walk_tb
 from types import CodeType, TracebackType
 from typing import Any
 
+from rill.errors import in_words
 from rill.runtime.process.waits import frames_of
 
 _PATHS = sysconfig.get_paths()
@@ -25,16 +26,7 @@ _NOT_THE_USERS = tuple(
 def described(error: BaseException) -> str:
     """The error in one line, with the user's place in the code where there is one."""
     place = place_of(error.__traceback__)
-    return f"{named(error)} ({place})" if place else named(error)
-
-
-def named(error: BaseException) -> str:
-    """The error's type and what it says, where it can say it."""
-    try:
-        said = str(error)
-    except Exception:  # noqa: BLE001  boundary: a user's exception may break while it is written
-        said = ""
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return f"{in_words(error)} ({place})" if place else in_words(error)
 
 
 def place_of(traceback: TracebackType | None) -> str | None:

@@ -23,9 +23,8 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from rill.envs.deadline import Deadline, is_own
-from rill.envs.places import named
 from rill.envs.threads import in_thread
-from rill.errors import ConfigError
+from rill.errors import ConfigError, in_words
 
 ERROR = "error: "
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -106,7 +105,7 @@ async def run_tool(
             raise
         if deadline.is_expired:
             return f"{ERROR}{name} took longer than {timeout_s:g} s", False
-        return shown(f"{ERROR}{named(error)}", max_chars), False
+        return shown(f"{ERROR}{in_words(error)}", max_chars), False
 
 
 def shown(value: Any, max_chars: int) -> str:

@@ -34,6 +34,7 @@ class Request:
 
 def ask(run: Run, *, devices: str = "", leaving: int | None = None, timeout_s: float) -> str:
     """What the run has done. UserError: it runs not, or refuses; RunError: it does not answer."""
+    deadline_s = time.monotonic() + timeout_s
     request = Request(devices=devices, leaving=leaving, until_s=time.time() + timeout_s)
     folder = run.path / FOLDER
     if not folder.is_dir():
@@ -44,7 +45,7 @@ def ask(run: Run, *, devices: str = "", leaving: int | None = None, timeout_s: f
     reply = path.with_suffix(".answer")
     write_atomically(path, json.dumps(asdict(request)))
     try:
-        while time.time() < request.until_s:
+        while time.monotonic() < deadline_s:
             if (status := run.state().status) is not RunStatus.RUNNING:
                 raise UserError(
                     f"{run.path} is not running ({status.value}): engines join and leave a live run"

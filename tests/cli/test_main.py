@@ -293,6 +293,9 @@ def test_a_users_mistake_that_a_worker_found_comes_without_its_traceback() -> No
     assert explain(error) == ("no such thing (found by rollout[1])", 2)
     error.__cause__ = TrainingError("step 2: the loss (nan) is not finite")
     assert explain(error) == ("step 2: the loss (nan) is not finite (found by rollout[1])", 1)
+    caller = WorkerError("WorkerError: …", group="controller", rank=0, remote_traceback="Traceback …")
+    caller.__cause__ = error
+    assert explain(caller) == explain(error), "however many workers it came through"
 
 
 def test_a_finished_run_is_not_resumed_without_a_change(tmp_path: Path) -> None:

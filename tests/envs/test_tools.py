@@ -130,7 +130,10 @@ async def test_an_exception_that_cannot_be_written_is_named() -> None:
     def fails() -> None:
         raise Broken
 
-    assert await called(fails, "{}") == ("error: Broken", False)
+    assert await called(fails, "{}") == (
+        "error: Broken: (its text cannot be had: AttributeError in __str__)",
+        False,
+    )
 
 
 async def test_what_the_model_is_told_of_a_wrong_call_is_short_too() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -78,6 +80,22 @@ def test_a_request_that_is_too_old_or_cannot_be_read_does_nothing(tmp_path: Path
     (run.path / FOLDER / "2.json").write_text("{half")
     answer_all(run.path, lambda asked: pytest.fail("nothing is asked"))
     assert not list((run.path / FOLDER).iterdir())
+
+
+def test_a_clock_that_is_set_forward_ends_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.create("r", root=tmp_path)
+    open_requests(run.path)
+
+    def answered(_: float) -> None:
+        (path,) = (run.path / FOLDER).glob("*.json")
+        path.with_suffix(".answer").write_text(json.dumps({"done": "joined"}))
+
+    hours = itertools.count(0.0, 3600.0)
+    clock = SimpleNamespace(
+        time=lambda: next(hours), time_ns=time.time_ns, monotonic=time.monotonic, sleep=answered
+    )
+    monkeypatch.setattr("rill.telemetry.requests.time", clock)
+    assert ask(run, timeout_s=600.0) == "joined"
 
 
 class Fleet:

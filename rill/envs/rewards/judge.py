@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rill.envs.rewards.base import Isolation, RewardConfig
 from rill.envs.rewards.per_loop import PerLoop
-from rill.errors import ConfigError
+from rill.errors import ConfigError, in_words
 from rill.types import Prompt, Trajectory
 
 TEMPLATE = """Judge an answer to a question.
@@ -119,7 +119,7 @@ class JudgeReward:
         try:
             response = await client.post(f"{self.config.url.rstrip('/')}/chat/completions", json=body)
         except httpx.TransportError as error:
-            return None, f"{type(error).__name__}: {error}"
+            return None, in_words(error)
         if response.status_code in RETRY_STATUS:
             return None, f"status {response.status_code}"
         response.raise_for_status()

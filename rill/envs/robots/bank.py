@@ -17,7 +17,7 @@ import numpy as np
 
 from rill.config import PartConfig
 from rill.envs.robots.base import SIMULATORS, Simulator, SimulatorConfig, open_simulator
-from rill.errors import UserError
+from rill.errors import UserError, in_words
 from rill.types import Bits, Floats, InitialState, Observation, Pixels, RobotSpec
 
 Act = Callable[[Simulator, int], Floats]
@@ -186,7 +186,7 @@ class Bank(Scenes):
         self._is_playing[slot] = False
         self._simulators[slot].close()
         self._simulators[slot] = open_simulator(self._config)
-        return Played(None, rewards_J, executed_J, error=f"{type(error).__name__}: {error}")
+        return Played(None, rewards_J, executed_J, error=in_words(error))
 
 
 def _finite(observation: Observation) -> Observation:

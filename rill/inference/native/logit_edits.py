@@ -128,7 +128,10 @@ class SequenceEdits:
 
     def _can_go_on(self, bits: npt.NDArray[np.uint8]) -> bool:
         """Whether a grammar allows anything but an end."""
-        return not self._end_ids.issuperset(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
+        rest = bits.copy()
+        for token in (end for end in self._end_ids if end >> 3 < len(rest)):
+            rest[token >> 3] &= ~np.uint8(1 << (token & 7))
+        return bool(rest.any())
 
 
 def apply_edits(logits_SV: torch.Tensor, edits: LogitEdits) -> None:
