@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from rill.journal.compaction import Compaction
 from rill.journal.reader import CONTROLLER
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
-from rill.telemetry.run import Run, write_atomically
+from rill.telemetry.run import Run, sync, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -111,13 +110,10 @@ class RunCheckpoints:
                 "files": (files := checksums(folder)),
             }
             for name in files:
-                _sync(folder / name)
+                sync(folder / name)
             write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
-            for place in (
-                folder,
-                self._folder,
-            ):  # those before it may go: it has to be found after a loss of power
-                _sync(place)
+            for place in (folder, self._folder):  # it is found after a loss of power: those before it may go
+                sync(place)
         self._doom_old()
         self._tidy()
 
@@ -304,15 +300,6 @@ def _damage(folder: Path, name: str, checksum: str) -> str:
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     return "" if is_whole else f"{name} is damaged: its checksum is not the one in its manifest"
-
-
-def _sync(path: Path) -> None:
-    """A file or a folder, to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def score_of(folder: Path) -> float | None:

@@ -210,9 +210,8 @@ def joined(attempts: list[_Attempt]) -> LoggedSequence:
         versions = np.concatenate([versions[:base], *made_by, *(part.versions for part in rest)])
         last = attempt
     finished = None if last is None else last.finished
-    if (
-        finished is not None and last is not None
-    ):  # a stop string may have taken the end of what was sampled back
+    if finished is not None and last is not None:
+        # A stop string may have taken the end of what was sampled back.
         num_whole = last.opened.base + finished.num_tokens
         tokens, logprobs, versions = tokens[:num_whole], logprobs[:num_whole], versions[:num_whole]
     return LoggedSequence(

@@ -236,9 +236,7 @@ class Cluster:
             self._supervisor.hub_lost(f"the hub ended too often and is not started again: {how}")
 
     def _on_node_lost(self, node_id: str, reason: str) -> None:
-        with (
-            self._reopening
-        ):  # of one that is gone again at once its own thread may tell before it is known here
+        with self._reopening:  # one that is gone again at once may tell before it is known here
             if self._is_closed or node_id not in self._nodes:
                 return
             del self._nodes[node_id]

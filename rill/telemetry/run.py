@@ -360,6 +360,15 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 
+def sync(path: Path) -> None:
+    """A file or a folder, to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _make_draft(root: Path, name: str) -> Path:
     """A folder that is no run yet: half of one under the name would be in the way of `--resume auto` for ever."""
     path = root / f".{name}.{os.getpid()}.{time.time_ns():x}"

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rill.errors import CheckpointError, StuckError
+from rill.telemetry.run import sync
 from rill.training.engine import TrainEngine
 from rill.training.staging import Staging, StateCopy
 from rill.types import PolicyVersion
@@ -159,7 +160,7 @@ class Checkpointer:
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
-            sync_folder(final.parent)
+            sync(final.parent)
         self._barrier()
 
     def _own_files(self, folder: Path) -> list[Path]:
@@ -229,14 +230,6 @@ def write_durably(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

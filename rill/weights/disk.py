@@ -1,6 +1,6 @@
 """Over a file system: one folder per version, visible only when whole.
 
-    rill-session-weights-…/v0000000007/bucket-00000.safetensors …   manifest.json     (a difference: bucket-00000.delta)
+    HOST/rill-session-weights-…/v0000000007/bucket-00000.safetensors … manifest.json  (a difference: bucket-00000.delta)
 
 Every publisher has a folder of its own: one that is started again publishes versions that the one before it has, too.
 A version is written beside its place and renamed into it, so a reader sees all of it or nothing. With `delta` on, every
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -55,9 +56,13 @@ class DiskPublisher(Publisher):
         super().__init__(config)
         folder = config.folder if isinstance(config, DiskTransport.Config) else ""
         self.config = config
-        place = Path(folder).expanduser() if folder else tempfile.gettempdir()
+        place = Path(folder or tempfile.gettempdir()).expanduser()
+        if folder:  # not all file systems tell one machine of another's locks: each sweeps its own
+            place /= socket.gethostname()
         self._scratch = ScratchFolder("weights", place)
         self.folder = self._scratch.path
+        if folder:
+            shutil.copymode(place, self.folder)  # readers may be other users
         self._writing = self.folder
         self._buffers: list[Tensor] = []
         self._previous: list[Tensor] = []
@@ -241,7 +246,7 @@ class DiskTransport:
         type: Literal["disk"] = "disk"
         folder: str = ""
         """Seen by trainer and engines. Empty: that of temporary files. What is written there is removed at the end, and
-        what a kill has left of it by the next who writes there."""
+        what a kill has left of it by the next who writes there on the same machine."""
 
     publisher = DiskPublisher
     receiver = DiskReceiver

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -58,6 +62,42 @@ def test_an_agent_that_outlives_its_driver_keeps_the_folders(temp_dir: Path) -> 
         assert session.session_dir.name not in sweep(temp_dir)
     assert session.session_dir.name in sweep(temp_dir)
     assert not session.shm_dir.exists()
+
+
+def over_nfs(file: Any, operation: int) -> None:
+    mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+    wanted = os.O_RDONLY if operation & fcntl.LOCK_SH else os.O_WRONLY
+    if mode not in (wanted, os.O_RDWR):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+    flock(file, operation)
+
+
+flock = fcntl.flock
+
+
+def test_folders_are_held_and_swept_over_nfs_as_well(temp_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a shared lock needs a file that can be read, and an exclusive one a file that can be written."""
+    monkeypatch.setattr("rill.runtime.process.session.fcntl.flock", over_nfs)
+    session = open_session()
+    with hold_session(session.session_dir, session.shm_dir):
+        for lock in session._locks:
+            lock.close()
+        assert session.session_dir.name not in sweep(temp_dir)
+    assert session.session_dir.name in sweep(temp_dir)
+
+
+def test_a_place_without_locks_is_used_and_told(
+    temp_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without(file: object, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr("rill.runtime.process.session.fcntl.flock", without)
+    session = open_session()
+    assert "cannot be locked (Operation not supported)" in caplog.text
+    assert session.session_dir.name not in sweep(temp_dir), "nor is it swept"
+    session.close()
+    assert not session.session_dir.exists()
 
 
 SCRIPT = """

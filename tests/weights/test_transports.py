@@ -237,14 +237,39 @@ def test_a_publisher_that_was_killed_is_no_obstacle_to_the_next_one_in_its_folde
     )
     assert child.stdout is not None and child.stdout.readline() == b"published\n"
     with ends("disk", folder=str(tmp_path)) as (publisher, receiver):
-        assert len(list(tmp_path.glob("*/v0000000001"))) == 1, "of a living one nothing is removed"
+        assert len(list(tmp_path.glob("*/*/v0000000001"))) == 1, "of a living one nothing is removed"
         child.kill()
         child.wait()
         assert same(pulled(receiver, publish(publisher, weights(1), 1)), weights(1))
     with ends("disk", folder=str(tmp_path)) as (publisher, receiver):
-        assert [path for path in tmp_path.iterdir() if path != publisher.folder] == []
+        assert list(publisher.folder.parent.iterdir()) == [publisher.folder]
         assert same(pulled(receiver, publish(publisher, weights(1), 1)), weights(1))
-    assert list(tmp_path.iterdir()) == []
+    assert list(publisher.folder.parent.iterdir()) == []
+
+
+def test_a_folder_that_machines_share_is_swept_by_each_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another's lock may not be seen here."""
+    with ends("disk", folder=str(tmp_path)) as (publisher, receiver):
+        manifest = publish(publisher, weights(1), 1)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr("rill.weights.disk.socket.gethostname", lambda: "another")
+            elsewhere.setattr("rill.runtime.process.session.SHM_ROOT", tmp_path / "shm")  # not this one's
+            elsewhere.setattr("rill.runtime.process.session.fcntl.flock", lambda *_: None)
+            with ends("disk", folder=str(tmp_path)):
+                assert same(pulled(receiver, manifest), weights(1))
+
+
+def test_who_may_read_a_chosen_folder_may_read_the_weights_in_it(tmp_path: Path) -> None:
+    (place := tmp_path / "shared").mkdir()
+    place.chmod(0o755)
+    with ends("disk", folder=str(place)) as (publisher, _):
+        publish(publisher, weights(1), 1)
+        folders = [path for path in place.rglob("*") if path.is_dir()]
+        assert len(folders) == 3 and all(path.stat().st_mode & 0o005 == 0o005 for path in folders)
+    with ends("disk") as (publisher, _):
+        assert publisher.folder.stat().st_mode & 0o077 == 0, "among temporary files nobody else's"
 
 
 KILLED = """

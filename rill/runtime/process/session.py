@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import IO
 
 from rill.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 SESSION_PREFIX = "rill-session-"
 LOCK_NAME = "session.lock"
@@ -73,7 +76,7 @@ def hold_session(*folders: Path) -> Iterator[None]:
     """Hold a session's folders: nobody sweeps them meanwhile."""
     with contextlib.ExitStack() as held:
         for folder in folders:
-            fcntl.flock(held.enter_context(open(folder / LOCK_NAME, "w")), fcntl.LOCK_SH)
+            _lock(held.enter_context(open(folder / LOCK_NAME, "a+")))
         yield
 
 
@@ -90,7 +93,7 @@ def sweep(root: Path) -> list[str]:
         try:
             if folder.name.startswith(".") and folder.stat().st_mtime > young:
                 continue  # its lock may be about to be taken
-            with open(folder / LOCK_NAME) as lock:
+            with open(folder / LOCK_NAME, "r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
                 swept.append(folder.name)
@@ -103,7 +106,15 @@ def make_held(folder: Path) -> IO[str]:
     """Make a folder that this process holds. Under another name until it is locked: no sweep can see it unlocked."""
     nursery = folder.with_name(f".{folder.name}")
     nursery.mkdir(mode=0o700)
-    lock = open(nursery / LOCK_NAME, "w")  # noqa: SIM115  held until the session is closed
-    fcntl.flock(lock, fcntl.LOCK_SH)
+    lock = open(nursery / LOCK_NAME, "w+")  # noqa: SIM115  held until the session is closed
+    _lock(lock)
     nursery.rename(folder)
     return lock
+
+
+def _lock(file: IO[str]) -> None:
+    """Shared. Over NFS that needs a file that can be read, and an exclusive lock one that can be written."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH)
+    except OSError as error:  # then nobody can sweep it either
+        _log.warning("%s cannot be locked (%s): a kill leaves its folder behind", file.name, error.strerror)

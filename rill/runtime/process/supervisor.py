@@ -231,12 +231,11 @@ class Supervisor:
         """Until every `__init__` has run; raises what the first failing one raised, also while others wait for it."""
         deadline_s = time.monotonic() + timeout_s
         for member in members:
-            while not member.ready.ended(min(START_LOOK_S, left_s(deadline_s))):
-                for lost in [other for other in members if other.is_lost]:
-                    lost.ready.wait(0.0)
+            while not member.ready.ended(min(START_LOOK_S, left := left_s(deadline_s))) and left:
+                lost = next((other for other in members if other.is_lost), None)
+                if lost is not None:
+                    lost.ready.wait(left)
                     raise PeerDiedError(f"{lost.address.name} died while others of its group started")
-                if time.monotonic() >= deadline_s:
-                    break
             member.ready.wait(left_s(deadline_s))
 
     def retire(self, members: Sequence[Member], timeout_s: float, *, is_told: bool = False) -> None:
