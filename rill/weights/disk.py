@@ -1,6 +1,6 @@
 """Over a file system: one folder per version, visible only when whole.
 
-    HOST/rill-session-weights-…/v0000000007/bucket-00000.safetensors … manifest.json  (a difference: bucket-00000.delta)
+    HOST-USER/rill-session-weights-…/v0000000007/bucket-00000.safetensors … manifest.json     (a difference: ….delta)
 
 Every publisher has a folder of its own: one that is started again publishes versions that the one before it has, too.
 A version is written beside its place and renamed into it, so a reader sees all of it or nothing. With `delta` on, every
@@ -11,6 +11,7 @@ the chain from what it holds, or from the last whole version. Old folders are re
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import tempfile
@@ -58,7 +59,7 @@ class DiskPublisher(Publisher):
         self.config = config
         place = Path(folder or tempfile.gettempdir()).expanduser()
         if folder:  # not all file systems tell one machine of another's locks: each sweeps its own
-            place /= socket.gethostname()
+            place /= f"{socket.gethostname()}-{os.getuid()}"
         self._scratch = ScratchFolder("weights", place)
         self.folder = self._scratch.path
         if folder:
@@ -246,7 +247,7 @@ class DiskTransport:
         type: Literal["disk"] = "disk"
         folder: str = ""
         """Seen by trainer and engines. Empty: that of temporary files. What is written there is removed at the end, and
-        what a kill has left of it by the next who writes there on the same machine."""
+        what a kill has left of it by the same user's next run on the machine."""
 
     publisher = DiskPublisher
     receiver = DiskReceiver
