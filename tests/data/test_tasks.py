@@ -68,7 +68,7 @@ def test_arithmetic_answers_are_right(operators: str) -> None:
 
 
 def test_every_worked_step_of_arithmetic_holds_and_ends_in_the_answer() -> None:
-    dataset = opened("arithmetic", operators="+-*/", terms=(2, 3), digits=(1, 3), worked=True)
+    dataset = opened("arithmetic", operators="+-*/", terms=(2, 3), digits=(1, 3), worked=1.0)
     for prompt in prompts_of(dataset, 200):
         solution = prompt.metadata["solution"]
         steps = re.fullmatch(r"\((.*)\)(-?\d+)", solution)

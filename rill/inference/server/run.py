@@ -64,7 +64,7 @@ def create_app(
     """
     pictures = None
     if model is not None and model.path:  # once: what a name of the hub means may change
-        model = model.model_copy(update={"path": model_folder(model.path)})
+        model = model.model_copy(update={"path": model_folder(model.path, holds="")})
     if model is not None and Feature.PICTURES in engine.features:
         pictures = load_pictures(model)
     codec = TextCodec(tokenizer, chat_template=chat_template, pictures=pictures)
