@@ -264,7 +264,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for data in self._events:
-                for end, escaped in _LINE_ENDS.items():
+                for end, escaped in () if data.isascii() else _LINE_ENDS.items():
                     data = data.replace(end, escaped)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})

@@ -77,6 +77,8 @@ class TextCodec:
         self._long_lock = threading.Lock()
         self.vocab_size = len(tokenizer)
         self.special_ids = frozenset(tokenizer.all_special_ids)
+        self.drops_first_space = _SPACE in tokenizer.get_vocab()
+        """Of a text: as SentencePiece's decoders do."""
         self._decode = plain_decode(tokenizer)
         self._token_texts = Memo(self._token_text)
 
@@ -185,7 +187,9 @@ class TextStream:
         self._detokenizer = IncrementalDetokenizer(
             lambda ids, skip: codec.decode(ids, skip_special_tokens=skip),
             skip_special_tokens=skip_special_tokens and not kept_ids,
-            before=[i for i in before[-_NUM_BEFORE:] if i not in codec.special_ids],
+            before=[i for i in before[-_NUM_BEFORE:] if i not in codec.special_ids]
+            if codec.drops_first_space
+            else (),
         )
         # Not left to the decoder: a long run of tokens without text would be decoded again with each of them.
         self._dropped_ids = codec.special_ids - kept_ids if skip_special_tokens else frozenset()
