@@ -263,8 +263,7 @@ class Agent:
             if left < sampling.max_new_tokens:
                 sampling = replace(sampling, max_new_tokens=left)
         counts.turns += 1
-        deadline, task = Deadline(limits.turn_timeout_s), asyncio.current_task()
-        num_cancels = task.cancelling() if task is not None else 0
+        deadline = Deadline(limits.turn_timeout_s)
         try:
             with deadline:
                 return await self.setting.policy.generate(
@@ -285,7 +284,7 @@ class Agent:
                 ) from None
             raise
         except (asyncio.CancelledError, RunError) as error:
-            if is_own(error, num_cancels):  # a stopped or a failed engine
+            if is_own(error, deadline.num_cancels):  # a stopped or a failed engine
                 self.setting.interrupt(error)
             raise
 

@@ -72,9 +72,9 @@ async def within(timeout_s: float, task: asyncio.Task[T], *, grace_s: float = 5.
 
 
 class Deadline:
-    """For the task that enters it, once."""
+    """For the task that enters it, once. `num_cancels`: how often that had been cancelled before."""
 
-    __slots__ = ("_num_cancels", "_watch", "is_expired", "task", "timeout_s", "until_s")
+    __slots__ = ("_watch", "is_expired", "num_cancels", "task", "timeout_s", "until_s")
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -86,13 +86,13 @@ class Deadline:
         watch: _Watch | None = getattr(_here, "watch", None)
         if watch is None or watch.loop is not task.get_loop():
             watch = _here.watch = _Watch(task.get_loop())
-        self.task, self._num_cancels, self._watch = task, task.cancelling(), watch
+        self.task, self.num_cancels, self._watch = task, task.cancelling(), watch
         self.until_s = watch.add(self) + self.timeout_s
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._watch.deadlines.discard(self)
         # Somebody else may have cancelled the task too: that is not for us to swallow.
-        is_ours = self.is_expired and self.task.uncancel() <= self._num_cancels
+        is_ours = self.is_expired and self.task.uncancel() <= self.num_cancels
         if is_ours and kind is asyncio.CancelledError:
             raise TimeoutError from error
 

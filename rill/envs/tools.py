@@ -10,13 +10,13 @@ colours removed, cut where it is too long.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, get_type_hints
 
 import msgspec
@@ -92,8 +92,7 @@ async def run_tool(
             raise ValueError("not a JSON object")
     except (ValueError, RecursionError) as error:
         return shown(f"{ERROR}the arguments of {name} are not valid JSON: {error}", max_chars), False
-    deadline, task = Deadline(timeout_s), asyncio.current_task()
-    num_cancels = task.cancelling() if task is not None else 0
+    deadline = Deadline(timeout_s)
     try:
         with deadline:
             return shown(await tool.call(given), max_chars), True
@@ -101,7 +100,7 @@ async def run_tool(
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         return shown(f"{ERROR}{name}: {wrong}", max_chars), False
     except BaseException as error:
-        if not is_own(error, num_cancels):
+        if not is_own(error, deadline.num_cancels):
             raise
         if deadline.is_expired:
             return f"{ERROR}{name} took longer than {timeout_s:g} s", False
@@ -131,15 +130,15 @@ _as_json = json.JSONEncoder(ensure_ascii=False, default=str).encode
 _Signature = tuple[type[BaseModel], dict[str, Any], str, bool]
 _known: dict[Any, tuple[Any, _Signature]] = {}
 """By code: a function that is written inside `run` is a new object in every episode, mostly with the same signature."""
-_DECIDES = ("__name__", "__defaults__", "__kwdefaults__", "__annotations__", "__doc__")
+_deciding = attrgetter("__name__", "__defaults__", "__kwdefaults__", "__annotations__", "__doc__")
 """Beside the code."""
 
 
 def _signature(function: Callable[..., Any], name: str) -> _Signature:
     """What checks the arguments, their JSON schema, what the model is told of the tool, and whether it is async."""
-    inner = inspect.unwrap(function)
+    inner = inspect.unwrap(function) if hasattr(function, "__wrapped__") else function
     code = (getattr(function, "__code__", None), getattr(inner, "__code__", None))
-    facts = [inspect.ismethod(function), *(getattr(inner, name, None) for name in _DECIDES)]
+    facts = None if None in code else (inspect.ismethod(function), _deciding(inner))
     known = _known.get(code)
     if known is not None and known[0] == facts:
         return known[1]
@@ -150,7 +149,7 @@ def _signature(function: Callable[..., Any], name: str) -> _Signature:
     schema = {**schema, "properties": schema.get("properties", {})}
     about = inspect.cleandoc(_written(function).__doc__ or "")
     signature = (model, schema, about, inspect.iscoroutinefunction(function))
-    if None not in code:
+    if facts is not None:
         _known[code] = (facts, signature)
     return signature
 
