@@ -20,6 +20,7 @@ class Bytes:
     """A tokenizer, and a server's codec, of bytes and one special token. Notes how much it was asked to decode."""
 
     special_ids = frozenset({EOS})
+    drops_first_space = False
 
     def __init__(self) -> None:
         self.longest = 0
