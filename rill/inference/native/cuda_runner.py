@@ -48,7 +48,7 @@ from rill.models.decode.skinny import MAX_ROWS, SkinnyStages
 from rill.models.ops import triton_experts
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.triton_decode import DecodeAttention
-from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels
+from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels, newest_tokens
 from rill.models.ops.triton_logprob import token_logprobs
 from rill.models.routing import UNKNOWN
 from rill.models.vision import VisualRows
@@ -301,7 +301,8 @@ class CudaRunner(ModelRunner):
         adapters_N: torch.Tensor | None,
     ) -> torch.Tensor:
         """What a graph captures."""
-        known = torch.where(ids_N < 0, self._last_tokens[paged.table_rows_B], ids_N)
+        assert paged.table_rows_B is not None
+        known = newest_tokens(ids_N, paged.table_rows_B, self._last_tokens)
         skinny = self._skinny
         if skinny is not None and adapters_N is None and len(ids_N) <= MAX_ROWS:
             assert self.decoder is not None and paged.decode_work is not None

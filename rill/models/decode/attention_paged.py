@@ -68,6 +68,8 @@ class DecoderOps(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
+    def embed(self, ids_N: Tensor, weight_VE: Tensor) -> Tensor: ...
+
     def add_norm(self, hidden: Tensor, addend: Tensor | None, norm: Norm) -> Tensor:
         """hidden += addend, in place; returns norm(hidden), which is not centered."""
 

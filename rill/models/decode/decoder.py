@@ -64,9 +64,7 @@ class Decoder:
         structure, layers = self.structure, self.layers
         if self._group is not None:
             ids_N = self._group.broadcast(ids_N)
-        hidden = structure.embed(ids_N)
-        if structure.embed_scale != 1.0:
-            hidden = hidden * structure.embed_scale
+        hidden = self.embedded(ids_N)
         shown_rope, deep = None, 0
         if visual is not None:
             hidden = hidden.index_copy(0, visual.rows_P, visual.features_DPE[0])
@@ -102,6 +100,14 @@ class Decoder:
                 x = self._normed(hidden, self._following(layer))
         assert isinstance(x, Tensor)  # the last norm's
         return x
+
+    def embedded(self, ids_N: Tensor) -> Tensor:
+        embed, scale = self.structure.embed, self.structure.embed_scale
+        if type(embed) is torch.nn.Embedding:
+            hidden = self.ops.embed(ids_N, embed.weight)
+        else:  # which may multiply, or more
+            hidden = embed(ids_N)
+        return hidden if scale == 1.0 else hidden * scale
 
     def _normed(self, hidden: Tensor, norm: Norm | None) -> Tensor:
         return hidden if norm is None else add_norm(self.ops, hidden, None, norm)
@@ -157,7 +163,8 @@ class KernelStages:
         scales: tuple[ProductScales, ...] = ()
         if projection is not None:
             is_whole = post is not None or scale != 1.0 or following is None or following.is_centered
-            x, scales = self.multiplied(projection, x, is_whole=is_whole)
+            may_be_parts = not is_whole and self._group is None
+            x, scales = self.multiplied(projection, x, is_whole=is_whole, may_be_parts=may_be_parts)
             if self._group is not None:
                 x = self._group.all_reduce(x)
         assert isinstance(x, Tensor)
@@ -170,10 +177,10 @@ class KernelStages:
         return add_norm(self._ops, hidden, x, following, *scales)
 
     def multiplied(
-        self, projection: Projection, x: Activations, *, is_whole: bool
+        self, projection: Projection, x: Activations, *, is_whole: bool, may_be_parts: bool = False
     ) -> tuple[Tensor, tuple[ProductScales, ...]]:
         """A product, and what is left to do to it, if anything: never where is_whole. The operation that reads it does
-        it, and gives activations in 8 bits."""
+        it, and gives activations in 8 bits. It may be [P, B, N], to be added up, where may_be_parts."""
         return self.project(projection, x), ()
 
     def project(self, projection: Projection, x: Activations) -> Tensor:

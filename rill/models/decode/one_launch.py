@@ -131,9 +131,7 @@ class OneLaunch:
     ) -> Tensor:
         """Last hidden states [B, E], after the final norm."""
         structure, shape = self._decoder.structure, self._shape
-        hidden_BE = structure.embed(ids_B)
-        if structure.embed_scale != 1.0:
-            hidden_BE = hidden_BE * structure.embed_scale
+        hidden_BE = self._decoder.embedded(ids_B)
         self._note_pointers(cache)
         rows, tables = len(ids_B), batch.block_tables_BM
         assert rows <= ROWS and batch.table_rows_B is not None

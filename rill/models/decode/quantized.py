@@ -105,11 +105,12 @@ class Fp8Stages(KernelStages):
     """Activations are made in 8 bits and multiplied so; a product's scales are applied by the kernel that reads it."""
 
     def multiplied(
-        self, projection: Projection, x: Activations, *, is_whole: bool
+        self, projection: Projection, x: Activations, *, is_whole: bool, may_be_parts: bool = False
     ) -> tuple[Tensor, tuple[ProductScales, ...]]:
         assert projection.weight is not None
         rows = Fp8Rows.of(x) if isinstance(x, Tensor) else x
-        y = rows.product(projection.weight)
+        parts = rows.product_in_parts(projection.weight) if may_be_parts else None
+        y = rows.product(projection.weight) if parts is None else parts
         scales = ProductScales(rows.scales_B, projection.scales, projection.bias)
         return (scales.applied(y), ()) if is_whole else (y, (scales,))
 

@@ -68,6 +68,12 @@ class Fp8Rows(NamedTuple):
             use_fast_accum=True,
         )
 
+    def product_in_parts(self, weight_NK: Tensor) -> Tensor | None:
+        """As product(), but [P, B, N], to be added up by whoever reads it; None where one part fills the device."""
+        from rill.models.ops.triton_fp8 import product_in_parts
+
+        return product_in_parts(self, weight_NK)
+
 
 Activations = Tensor | Fp8Rows
 """What flows from a norm or an activation to a product."""

@@ -25,6 +25,9 @@ class TorchKernels:
         """x @ weight.T + bias, in 16 bits on the CPU as a trainer computes it there."""
         return linear(x, weight, bias)
 
+    def embed(self, ids_N: Tensor, weight_VE: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(ids_N, weight_VE)
+
     def add_norm(self, hidden: Tensor, addend: Tensor | None, norm: Norm) -> Tensor:
         if addend is not None:
             hidden += addend

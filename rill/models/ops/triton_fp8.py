@@ -2,14 +2,17 @@
 
 A row's scale is its largest magnitude over 448, the largest that the format holds.
 
-Called by rill.models.decode.quantized. Axes: B row.
+Called by rill.models.decode.quantized. Axes: B row, K input, N output, P part of the summed axis.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from rill.models.ops.fp8 import Fp8Rows
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, tl, triton
 
 
@@ -87,6 +90,54 @@ def _quantize(  # type: ignore[no-untyped-def]
         store_scaled(x, tl.load(largest_ptr).to(tl.float32), out_ptr, scale_ptr, row, size, at, mask)
     else:
         store_fp8(x, out_ptr, scale_ptr, row, size, at, mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _part_of_product(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, out_ptr, rows, size, num_in, part_in, TILE_B: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0) * TILE_B + tl.arange(0, TILE_B)
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    k = tl.arange(0, TILE_K)
+    part = tl.program_id(2).to(tl.int64)
+    first = part * part_in
+    x_at = x_ptr + tl.minimum(b, rows - 1)[:, None] * num_in + k[None, :]
+    w_at = w_ptr + tl.minimum(n, size - 1)[:, None] * num_in + k[None, :]
+    await_inputs(PDL)
+    sums = tl.zeros([TILE_B, TILE_N], tl.float32)
+    for at in range(first, tl.minimum(first + part_in, num_in), TILE_K):
+        sums = tl.dot(tl.load(x_at + at), tl.trans(tl.load(w_at + at)), sums)
+    to = out_ptr + (part * rows + b[:, None]) * size + n[None, :]
+    tl.store(to, sums.to(out_ptr.dtype.element_ty), mask=(b < rows)[:, None] & (n < size)[None, :])
+
+
+TILE_K, MIN_PART = 128, 1024
+"""Inputs that a program multiplies at one time, and the fewest that are worth a part of their own."""
+
+
+def product_in_parts(x: Fp8Rows, weight_NK: Tensor) -> Tensor | None:
+    """As x.product(), but [P, B, N], for whoever reads it to add up. None where one part fills the device: the library
+    has none that is cut along the summed axis, and takes as long for 128 rows as for 256."""
+    (rows, num_in), size = x.values_BK.shape, len(weight_NK)
+    tile_n = 64 if rows <= 128 else 128
+    tiles = -(-rows // 128), -(-size // tile_n)
+    num_parts = min(_num_multiprocessors(weight_NK.device) // (tiles[0] * tiles[1]), num_in // MIN_PART)
+    if num_parts < 2 or num_in % TILE_K:
+        return None
+    part_in = -(-num_in // TILE_K // num_parts) * TILE_K
+    num_parts = -(-num_in // part_in)
+    parts = torch.empty(num_parts, rows, size, dtype=torch.bfloat16, device=weight_NK.device)
+    _part_of_product[(*tiles, num_parts)](
+        x.values_BK, weight_NK, parts, rows, size, num_in, part_in, TILE_B=128, TILE_N=tile_n, TILE_K=TILE_K,
+        num_warps=4, num_stages=6 if rows <= 128 else 5, **early_launch(weight_NK.device),
+    )  # fmt: skip
+    return parts
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def as_read(keys: Tensor, values: Tensor, query: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -60,6 +60,37 @@ def turned(a, b, cos_ptr, sin_ptr, at, half, kind: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rows"])
+def _newest(  # type: ignore[no-untyped-def]
+    ids_ptr, slots_ptr, last_ptr, out_ptr, rows, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    await_inputs(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < rows
+    token = tl.load(ids_ptr + at, mask=mask, other=0)
+    last = tl.load(last_ptr + tl.load(slots_ptr + at, mask=mask, other=0), mask=mask & (token < 0), other=0)
+    tl.store(out_ptr + at, tl.where(token < 0, last, token), mask=mask)
+
+
+def newest_tokens(ids_N: Tensor, slots_N: Tensor, last_tokens: Tensor) -> Tensor:
+    """The ids, and where they are below 0 the newest token of their slot."""
+    out = torch.empty_like(ids_N)
+    _newest[(-(-len(ids_N) // 256),)](
+        ids_N, slots_N, last_tokens, out, len(ids_N), BLOCK=256, num_warps=4, **early_launch(ids_N.device)
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _embed(ids_ptr, weight_ptr, out_ptr, vocab, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    await_inputs(PDL)
+    token = tl.minimum(tl.maximum(tl.load(ids_ptr + row), 0), vocab - 1).to(tl.int64)
+    found = tl.load(weight_ptr + token * stride + at, mask=at < size, other=0.0)
+    tl.store(out_ptr + row * size + at, found, mask=at < size)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _add_norm(  # type: ignore[no-untyped-def]
     h_ptr, x_ptr, xs_ptr, ws_ptr, bias_ptr, post_ptr, w_ptr, out_ptr, scale_ptr, rows, size, eps, P: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POST: tl.constexpr, GEMMA: tl.constexpr, TO_FP8: tl.constexpr,
@@ -308,12 +339,28 @@ class TritonKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
 
+    def embed(self, ids_N: Tensor, weight_VE: Tensor) -> Tensor:
+        vocab, size = weight_VE.shape
+        out = weight_VE.new_empty(len(ids_N), size)
+        _embed[(len(ids_N), -(-size // 2048))](
+            ids_N,
+            weight_VE,
+            out,
+            vocab,
+            weight_VE.stride(0),
+            size,
+            BLOCK=2048,
+            num_warps=4,
+            **early_launch(ids_N.device),
+        )
+        return out
+
     def add_norm(
         self, hidden: Tensor, addend: Tensor | None, norm: Norm, scales: ProductScales = NO_SCALES
     ) -> Any:
         """`scales`: that the product `addend` lacks; the result has 8 bits then, unless the head reads it."""
         to_fp8 = scales.x_B is not None and not norm.is_last
-        num_warps = 4 if hidden.shape[1] <= 2048 else 8
+        num_warps = 4 if hidden.shape[1] <= 2048 and len(hidden) <= FEW_PROGRAMS else 8
         return add_norm(hidden, addend, scales, None, norm, to_fp8=to_fp8, num_warps=num_warps)
 
     def act_mul(self, gate_up: Tensor, scales: ProductScales = NO_SCALES, *, gelu: bool) -> Any:
@@ -323,7 +370,13 @@ class TritonKernels:
         if scales.x_B is None:
             out = gate_up.new_empty(rows, width)
             _act_mul[(rows, -(-width // 2048))](
-                gate_up, out, width, GELU=gelu, BLOCK=2048, num_warps=4, **early
+                gate_up,
+                out,
+                width,
+                GELU=gelu,
+                BLOCK=2048,
+                num_warps=8 if rows <= 2 * FEW_PROGRAMS else 4,
+                **early,
             )
             return out
         made, block = Fp8Rows.empty((rows, width), gate_up.device), min(2048, power_of_2(width))

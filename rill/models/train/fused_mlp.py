@@ -38,7 +38,9 @@ def has_quack() -> bool:
         return False
     try:
         importlib.import_module("quack.gemm_interface")
-    except (ImportError, RuntimeError, OSError) as error:
+        if find_spec("quack.epilogue") is not None:  # else not looked at before a run's first step
+            importlib.import_module("quack.epilogue.library")
+    except (ImportError, RuntimeError, OSError, TypeError) as error:
         how = "install quack-kernels[cu13] beside CUDA 13, or uninstall quack-kernels"
         log.warning("MLPs are not fused, because quack cannot be imported (%s): %s", error, how)
         return False

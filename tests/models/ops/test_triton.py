@@ -114,3 +114,20 @@ def test_what_rows_share_is_read_once_and_counts_for_each(
         one = query[row : row + 1, : heads * dim].view(1, heads, dim).double()
         expected = attend_one(one, key, value, rule)[0]
         assert error(out[row], expected) < TOLERANCE[dtype], (row, length)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("size", [96, 5000])
+def test_tokens_are_looked_up_and_the_newest_of_their_slots(rows: int, size: int) -> None:
+    from rill.models.ops.triton_decode import DecodeAttention
+    from rill.models.ops.triton_kernels import TritonKernels, newest_tokens
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    ids = torch.randint(-3, 50, (rows,), generator=generator, device="cuda", dtype=torch.int32)
+    slots = torch.randint(0, 9, (rows,), generator=generator, device="cuda", dtype=torch.int32)
+    last = torch.arange(20, 29, device="cuda", dtype=torch.int32)
+    found = newest_tokens(ids, slots, last)
+    assert torch.equal(found, torch.where(ids < 0, last[slots.long()], ids))
+    weight = torch.randn(50, size + 8, generator=generator, device="cuda").bfloat16()[:, :size]
+    decode = DecodeAttention(num_heads=4, num_kv_heads=2, head_dim=32, max_rows=8, device=found.device)
+    assert torch.equal(TritonKernels(decode).embed(found, weight), weight[found.long()])

@@ -73,6 +73,16 @@ def test_rows_are_quantised_as_torch_does_it_and_zeros_stay_zeros(size: int) -> 
         assert torch.equal(found.values_BK.float(), wanted.values_BK.float())
 
 
+@pytest.mark.skipif(IS_INTERPRETED, reason="there is no library to compare with")
+@pytest.mark.parametrize("rows", [1, 100, 256, 300])
+def test_a_product_in_parts_is_the_product(rows: int) -> None:
+    x, weight = Fp8Rows.of(randn(rows, 4480)), Fp8Rows.of(randn(1008, 4480), is_weight=True)
+    parts = x.product_in_parts(weight.values_BK)
+    assert parts is not None and len(parts) > 1
+    assert error(parts.float().sum(0), x.product(weight.values_BK)) < 1e-2
+    assert x.product_in_parts(randn(20_000, 4480).to(FP8)) is None, "it fills the device by itself"
+
+
 @pytest.mark.parametrize("gemma", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_norm_reads_a_product_without_its_scales_and_writes_8_bits(gemma: bool, has_bias: bool) -> None:
