@@ -37,16 +37,22 @@ def test_only_those_that_compute_as_llamas_are_replaced() -> None:
     assert not has_fused_mlp(torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("place", "error"), [("__init__.py", "ImportError"), ("epilogue/library.py", "TypeError")]
+)
 def test_a_package_that_cannot_be_imported_is_named_and_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "quack"]:
         monkeypatch.delitem(sys.modules, name)
-    (tmp_path / "quack").mkdir()
-    (tmp_path / "quack" / "__init__.py").write_text('raise ImportError("libcute_dsl_runtime.so is not here")')
+    (tmp_path / "quack" / "epilogue").mkdir(parents=True)
+    for name in ("__init__.py", "gemm_interface.py", "epilogue/__init__.py", "epilogue/library.py"):
+        (tmp_path / "quack" / name).write_text(
+            f'raise {error}("a library is not here")' if name == place else ""
+        )
     monkeypatch.syspath_prepend(tmp_path)
     assert not has_quack()
-    assert "libcute_dsl_runtime.so is not here" in caplog.text and "quack-kernels[cu13]" in caplog.text
+    assert "a library is not here" in caplog.text and "quack-kernels[cu13]" in caplog.text
 
 
 @pytest.fixture
