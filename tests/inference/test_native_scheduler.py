@@ -14,12 +14,12 @@ from rill.inference.native.sequence import Sequence
 class Turns:
     """A scheduler whose work is done at once."""
 
-    def __init__(self, num_gathered: int, num_slots: int = 64) -> None:
+    def __init__(self, num_gathered: int, num_slots: int = 64, budget: int = 1024) -> None:
         blocks = BlockManager(2000, 16, enable_prefix_cache=False)
         self.scheduler = Scheduler(
             blocks,
             max_num_seqs=num_slots,
-            max_batched_tokens=1024,
+            max_batched_tokens=budget,
             root_key=lambda seq: b"",
             num_gathered=num_gathered,
             num_steps=4,
@@ -72,6 +72,13 @@ def test_prompts_start_at_once_where_few_generate(num_running: int, num_new: int
     turns.take()
     turns.add(num_new)
     assert turns.num_started() == num_new
+
+
+@pytest.mark.parametrize("budget", [8 * 20, 8 * 20 + 4], ids=["between two prompts", "within a prompt"])
+def test_prompts_go_on_in_the_next_step_wherever_the_budget_of_one_ends(budget: int) -> None:
+    turns = Turns(num_gathered=5, budget=budget)
+    turns.add(21)
+    assert [turns.num_started(), turns.num_started()] == [20 + (budget > 8 * 20), 1]
 
 
 def test_turns_of_generation_stay_long_while_prompts_wait() -> None:

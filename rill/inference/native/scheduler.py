@@ -107,7 +107,7 @@ class Scheduler:
         self._num_steps_gathered = 0
         """How long prompts have waited for company, at most."""
         self._is_filling = False
-        """Somebody has more than its newest token to compute."""
+        """Somebody has more than its newest token to compute, or would have, had the last step's budget been larger."""
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_reserve_blocks = blocks.num_usable // 100
 
@@ -162,10 +162,12 @@ class Scheduler:
                 if chunk is not None:
                     chunks.append(chunk)
                     budget -= chunk.length
+        is_cut = False
         if budget > 0 and can_admit:
-            self._admit(chunks, budget)
+            is_cut = self._admit(chunks, budget) <= 0 and bool(self.waiting)
             self._num_steps_gathered = 0
-        self._is_filling = any(seq.is_scored or seq.num_computed < seq.num_tokens - 1 for seq in self.running)
+        begun = (seq.is_scored or seq.num_computed < seq.num_tokens - 1 for seq in self.running)
+        self._is_filling = is_cut or any(begun)
 
     def _take_decodes(
         self, budget: int, most: Iterable[int]
@@ -268,12 +270,12 @@ class Scheduler:
         self._num_steps_gathered += self._num_steps
         return self._num_steps_gathered > _MAX_GATHERED_STEPS
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        """Texts to be scored first, with half of the budget where prompts wait too."""
+    def _admit(self, chunks: list[Chunk], budget: int) -> int:
+        """Texts to be scored first, with half of the budget where prompts wait too. What is left of it."""
         prompts = list(filter(self._may_start, self.waiting))
         rest = budget // 2 if prompts else 0
         rest += self._start(self.scoring, chunks, budget - rest)
-        self._start(prompts, chunks, rest)
+        return self._start(prompts, chunks, rest)
 
     def _start(self, queue: list[Sequence], chunks: list[Chunk], budget: int) -> int:
         """How much of the budget is left."""
