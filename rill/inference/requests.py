@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,7 +32,15 @@ _RANGES: dict[str, Callable[[float], bool]] = {
     "presence_penalty": lambda v: abs(v) <= 1 / _LEAST,
     "frequency_penalty": lambda v: abs(v) <= 1 / _LEAST,
 }
-assert all(hasattr(SamplingParams(), name) for name in _RANGES)
+_ranged = attrgetter(*_RANGES)
+assert _ranged(SamplingParams())
+
+
+@lru_cache(maxsize=1024)
+def _out_of_range(values: tuple[float, ...]) -> str | None:
+    """The first of the names in _RANGES whose value is wrong. Requests of one wave have the same ones."""
+    checks = zip(_RANGES.items(), values, strict=True)
+    return next((name for (name, is_right), value in checks if not is_right(value)), None)
 
 
 def check_request(request: Request, engine: Engine, adapters: Collection[str] | None = None) -> None:
@@ -46,10 +56,9 @@ def check_request(request: Request, engine: Engine, adapters: Collection[str] | 
         raise RequestError(
             f"{who}: num_generated is {request.num_generated} of {len(request.token_ids)} tokens"
         )
-    for name, is_right in _RANGES.items():
-        value = getattr(params, name)
-        if not is_right(value):
-            raise RequestError(f"{who}: {name} cannot be {value!r}")
+    wrong = _out_of_range(_ranged(params))
+    if wrong is not None:
+        raise RequestError(f"{who}: {wrong} cannot be {getattr(params, wrong)!r}")
     if params.min_new_tokens > params.max_new_tokens:
         raise RequestError(
             f"{who}: min_new_tokens is {params.min_new_tokens}, max_new_tokens only {params.max_new_tokens}"
@@ -82,12 +91,11 @@ def check_adapter(request: Request, adapters: Collection[str] | None) -> None:
 def check_tokens(request: Request, *, max_tokens: int, vocab_size: int | None) -> None:
     """The prompt alone: integers of the vocabulary, at least one and at most `max_tokens`."""
     ids, who = np.asarray(request.token_ids), f"request {request.id}"
-    if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
         raise RequestError(f"{who}: token_ids must be a non-empty list of integers")
-    if ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size):
-        raise RequestError(
-            f"{who}: token ids run from {ids.min()} to {ids.max()}, the vocabulary has {vocab_size}"
-        )
+    least, most = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
+    if least < 0 or (vocab_size is not None and most >= vocab_size):
+        raise RequestError(f"{who}: token ids run from {least} to {most}, the vocabulary has {vocab_size}")
     if ids.size > max_tokens:
         raise TooLongError(
             f"{who}: {ids.size} tokens, and at most {max_tokens} fit here: shorten the prompt, or raise the engine's"

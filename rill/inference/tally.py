@@ -21,7 +21,10 @@ class Tally:
 
     def end(self, *, num_prompt: int, num_cached: int) -> None:
         """A request has ended; so many tokens of its prompt came from the cache."""
-        self.add(num_finished=1, num_prompt_tokens=num_prompt, num_cached_tokens=num_cached)
+        counts = self._counts
+        counts["num_finished"] += 1
+        counts["num_prompt_tokens"] += num_prompt
+        counts["num_cached_tokens"] += num_cached
 
     def stats(self, **now: Any) -> EngineStats:
         """The counts, with what is under way now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 
@@ -35,7 +37,7 @@ class Turns:
                     request=request,
                     seed=0,
                     arrival=self._num_made,
-                    tokens=tokens,
+                    tokens=array("i", tokens),
                     num_prompt=8,
                     max_tokens=500,
                 )
@@ -45,7 +47,7 @@ class Turns:
     def take(self) -> Work:
         work = self.scheduler.schedule()
         for seq in self.scheduler.running:
-            seq.tokens += [5] * seq.num_in_flight
+            seq.tokens.extend([5] * seq.num_in_flight)
             seq.num_in_flight = 0
         return work
 

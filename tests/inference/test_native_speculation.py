@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from concurrent.futures import Future
 from typing import Any
@@ -200,7 +201,7 @@ def test_requests_that_read_their_own_history_are_not_drafted_for(repetitive: An
 
 def sequence(name: str, prompt: list[int], *said: int, salt: str = "") -> Sequence:
     asked = Request(id=name, token_ids=np.array(prompt, dtype=np.int32), cache_salt=salt)
-    tokens = [*prompt, *said]
+    tokens = array("i", [*prompt, *said])
     return Sequence(
         request=asked, seed=0, arrival=0, future=Future(), max_tokens=100, tokens=tokens, num_prompt=len(prompt)
     )  # fmt: skip
@@ -212,7 +213,7 @@ def test_what_followed_the_last_tokens_before_is_drafted() -> None:
     speculator.add(seq)
     assert speculator.propose([seq]) == [[4, 5, 6, 7]]  # so many at first
     speculator.learn(seq, 4, 4)
-    seq.tokens += [4, 5, 6, 7, 9, 2, 3, 4]
+    seq.tokens.extend([4, 5, 6, 7, 9, 2, 3, 4])
     # Where it stood last, and twice as many: at the end of the text it would begin again.
     assert speculator.propose([seq]) == [[5, 6, 7, 9, 2, 3, 4, 5]]
     seq.max_tokens = len(seq.tokens) + 3

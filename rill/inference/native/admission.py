@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -35,18 +36,19 @@ class Admission:
         self._adapters = runner.adapters
         self._counter = itertools.count()
         self._eos_ids = _eos_ids(runner.model, tokenizer)
+        self._eos_ends = dict.fromkeys(self._eos_ids, StopReason.EOS)
         self._decode = None if tokenizer is None else plain_decode(tokenizer)
         self._guides = None if tokenizer is None else Guides(tokenizer, self._eos_ids, engine.vocab_size)
 
     def sequence(self, request: Request, on_delta: Callable[[Delta], None] | None) -> Sequence:
         params = request.sampling
         self._check(request)
-        tokens = np.asarray(request.token_ids).tolist()
+        tokens = _token_array(request.token_ids)
         arrival = next(self._counter)
-        ends = dict.fromkeys(params.stop_token_ids, StopReason.STOP)
-        if not params.ignore_eos:
-            ends |= dict.fromkeys(self._eos_ids, StopReason.EOS)
-        generated = tokens[len(tokens) - request.num_generated :]
+        ends = {} if params.ignore_eos else self._eos_ends
+        if params.stop_token_ids:
+            ends = dict.fromkeys(params.stop_token_ids, StopReason.STOP) | ends
+        generated = tokens[len(tokens) - request.num_generated :].tolist()
         matcher = None
         if params.stop:
             assert self._decode is not None
@@ -86,7 +88,7 @@ class Admission:
         check_adapter(request, self._adapters.names)
         if not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError(f"score: temperature {temperature} is not a number of 0 or more")
-        tokens = request.token_ids.tolist()
+        tokens = _token_array(request.token_ids)
         return ScoredSequence(
             request=request,
             seed=0,
@@ -116,6 +118,10 @@ class Admission:
             raise RequestError(
                 f"request {request.id}: stop strings need a tokenizer, and this engine was given none"
             )
+
+
+def _token_array(token_ids: TokenIds) -> array[int]:
+    return array("i", np.asarray(token_ids, dtype=np.int32).tobytes())
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

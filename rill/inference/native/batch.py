@@ -11,6 +11,7 @@ Axes: N token of the flat batch, B sequence, S sampled row, M block-table column
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field, replace
@@ -106,8 +107,8 @@ class BatchBuilder:
         self.block_size = block_size
         self.has_adapters = False
         """Whether any sequence could use one."""
-        self._seated: list[tuple[Sequence, int] | None] = [None] * max_num_seqs
-        """Whose row it is, and how often that had been preempted when it came."""
+        self._seated: list[tuple[int, int] | None] = [None] * max_num_seqs
+        """Whose row it is (its arrival), and how often that had been preempted when it came."""
         self._num_blocks = [0] * max_num_seqs
         self._tables = np.full((max_num_seqs, max_blocks_per_seq), NULL_BLOCK, dtype=np.int32)
         self._prefix_blocks = np.zeros(max_num_seqs, dtype=np.int32)
@@ -182,9 +183,9 @@ class BatchBuilder:
             lengths_B[begun] = [c.length for c in chunks]
             np.cumsum(lengths_B, out=query_starts_B1[1:])
             row_N = np.repeat(rows_B, lengths_B)
-            index_N = np.arange(len(row_N)) - query_starts_B1[row_N] + (ends_B - lengths_B)[row_N]
-        slots_N = slots_B[row_N]
-        blocks_N = self._tables[slots_N, index_N // size].astype(np.int64)
+            index_N = np.arange(len(row_N)) + np.repeat(ends_B - query_starts_B1[1:], lengths_B)
+        slots_N, columns_N = slots_B[row_N], index_N // size
+        blocks_N = self._tables[slots_N, columns_N].astype(np.int64)
         sampled, rows_S = seqs, rows_B
         if chunks:
             shared_B = np.zeros_like(ends_B)  # what is generated never lies in a shared block
@@ -198,7 +199,7 @@ class BatchBuilder:
         return StepBatch(
             token_ids_N=token_ids_N,
             positions_N=index_N + self._rope_shift[slots_N],
-            kv_slots_N=blocks_N * size + index_N % size,
+            kv_slots_N=(blocks_N - columns_N) * size + index_N,
             slots_B=slots_B,
             query_starts_B1=query_starts_B1,
             context_lens_B=ends_B.astype(np.int32),
@@ -223,8 +224,8 @@ class BatchBuilder:
         """Whatever of a sequence's row is not there yet: all of it where the sequence is new in its slot, or back in it
         after a preemption, with other blocks."""
         slot, params = seq.slot, seq.request.sampling
-        if self._seated[slot] != (seq, seq.num_preempted):
-            self._seated[slot] = (seq, seq.num_preempted)
+        if self._seated[slot] != (seq.arrival, seq.num_preempted):
+            self._seated[slot] = (seq.arrival, seq.num_preempted)
             self._num_blocks[slot] = 0
             self._prefix_blocks[slot] = (seq.num_prompt - seq.request.num_generated) // self.block_size
             self._temperature[slot] = params.temperature
@@ -280,10 +281,11 @@ def changed_places(updates: list[tuple[int, int, int]]) -> tuple[Int32s, Int32s]
 
 
 def _token_ids(decodes: list[Sequence], ends_B: Int64s, chunks: list[Chunk]) -> Int64s:
-    ids = [
+    newest = [
         tokens[count - 1] if count <= len(tokens := seq.tokens) else IN_FLIGHT
         for seq, count in zip(decodes, ends_B[: len(decodes)].tolist(), strict=True)
     ]
+    ids = array("i", newest)
     for chunk in chunks:
         ids += chunk.seq.tokens[chunk.start : chunk.start + chunk.length]
     return np.array(ids, dtype=np.int64)

@@ -8,8 +8,8 @@ the prefix cache under a key that chains everything they depend on:
     key[i] = digest(key[i-1], tokens of block i, and the pictures that its placeholders stand for)
 
 so two sequences share a block exactly when all its tokens and all tokens before them were computed by the same
-weights. Keys of long runs of blocks are remembered by one digest of the run: the next turn of a conversation begins
-with the same thousands of tokens. A block is in one of four states:
+weights. Keys of runs of blocks are remembered by the whole run: samples of one prompt begin with the same tokens, and
+the next turn of a conversation with the same thousands of them. A block is in one of four states:
 
     free ──allocate──► held (private) ──publish──► held (cached) ──last release──► idle (cached, LRU)
      ▲                      └──────release──────►free                    ├──find──► held (cached)
@@ -23,16 +23,15 @@ writes of the whole batch, so a sequence scheduled in the same step may already 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
-
-import numpy as np
+from functools import lru_cache
 
 from rill.inference.native.sequence import Sequence
 
 NULL_BLOCK = 0
 RUN = 16
-"""Blocks whose keys are remembered together."""
+"""Blocks whose keys are remembered together, at most."""
 
 
 class BlockManager:
@@ -42,7 +41,7 @@ class BlockManager:
         self.enable_prefix_cache = enable_prefix_cache
         self._num_refs = [0] * num_blocks
         self._key_of: list[bytes | None] = [None] * num_blocks
-        self._free: deque[int] = deque(range(1, num_blocks))
+        self._free = list(range(num_blocks - 1, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._cached: dict[bytes, int] = {}
         self._coming: dict[bytes, Sequence] = {}
@@ -61,6 +60,7 @@ class BlockManager:
     # --- prefix cache ------------------------------------------------------------------------------------
 
     @staticmethod
+    @lru_cache(maxsize=64)
     def root_key(version: int, adapter: str, salt: str) -> bytes:
         return _digest(repr((version, adapter, salt)).encode())
 
@@ -95,20 +95,23 @@ class BlockManager:
 
     def announce(self, seq: Sequence) -> None:
         """Let others know which full blocks this sequence is going to publish."""
-        for key in self._keys(seq, len(seq.tokens) // self.block_size)[seq.num_published :]:
+        for key in seq.block_keys[seq.num_published :]:  # match() has worked them all out
             self._coming.setdefault(key, seq)
 
     def publish(self, seq: Sequence) -> None:
         """Put the full blocks whose tokens are known and computed (or being computed) into the cache."""
-        keys = self._keys(seq, min(seq.num_computed, len(seq.tokens)) // self.block_size)
-        while seq.num_published < len(keys):
-            key, block = keys[seq.num_published], seq.block_ids[seq.num_published]
-            seq.num_published += 1
-            if self._coming.get(key) is seq:
-                del self._coming[key]
-            if key not in self._cached and self._key_of[block] is None:
-                self._cached[key] = block
-                self._key_of[block] = key
+        num_full, before = min(seq.num_computed, len(seq.tokens)) // self.block_size, seq.num_published
+        if num_full <= before:
+            return
+        coming, cached, key_of = self._coming, self._cached, self._key_of
+        keys = self._keys(seq, num_full)
+        for key, block in zip(keys[before:], seq.block_ids[before:], strict=False):
+            if coming.get(key) is seq:
+                del coming[key]
+            if key not in cached and key_of[block] is None:
+                cached[key] = block
+                key_of[block] = key
+        seq.num_published = max(before, len(keys))
 
     def flush(self) -> None:
         """Forget all cached contents. Blocks that sequences hold stay theirs and are no longer shared."""
@@ -125,35 +128,36 @@ class BlockManager:
         """Make room for the first num_tokens tokens. That there are blocks enough is the scheduler's to see to."""
         need = -(-num_tokens // self.block_size) - len(seq.block_ids)
         assert need <= self.num_free, f"{need} blocks were asked for, and {self.num_free} are free"
+        free, num_refs = self._free, self._num_refs
         for _ in range(need):
-            seq.block_ids.append(self._allocate())
+            block = free.pop() if free else self._evict()
+            num_refs[block] = 1
+            seq.block_ids.append(block)
 
     def free(self, seq: Sequence) -> None:
         """Return all blocks; the tail first, so that it is evicted before the prefix it depends on."""
         for key in seq.block_keys[seq.num_published :]:
             if self._coming.get(key) is seq:
                 del self._coming[key]
+        num_refs, key_of = self._num_refs, self._key_of
         for block in reversed(seq.block_ids):
-            self._num_refs[block] -= 1
-            assert self._num_refs[block] >= 0, f"block {block} was released twice"
-            if self._num_refs[block] == 0:
-                if self._key_of[block] is None:
+            num_refs[block] = left = num_refs[block] - 1
+            assert left >= 0, f"block {block} was released twice"
+            if left == 0:
+                if key_of[block] is None:
                     self._free.append(block)
                 else:
                     self._idle[block] = None
         seq.block_ids.clear()
         seq.num_published = 0
 
-    def _allocate(self) -> int:
-        if self._free:
-            block = self._free.popleft()
-        else:
-            block, _ = self._idle.popitem(last=False)
-            key = self._key_of[block]
-            assert key is not None
-            del self._cached[key]
-            self._key_of[block] = None
-        self._num_refs[block] = 1
+    def _evict(self) -> int:
+        """The idle block that was left longest ago."""
+        block, _ = self._idle.popitem(last=False)
+        key = self._key_of[block]
+        assert key is not None
+        del self._cached[key]
+        self._key_of[block] = None
         return block
 
     def _keys(self, seq: Sequence, num_full: int) -> list[bytes]:
@@ -164,10 +168,10 @@ class BlockManager:
         first, words, pictures = len(keys), size * 4, seq.request.pictures
         if first >= num_full:
             return keys[:num_full]
-        tokens = np.array(seq.tokens[first * size : num_full * size], dtype=np.int32).tobytes()
+        tokens = seq.tokens[first * size : num_full * size].tobytes()
         while (index := len(keys)) < num_full:
             parent, at = keys[-1] if keys else seq.root_key, (index - first) * words
-            if index + RUN <= num_full and not pictures:
+            if num_full - index > 1 and not pictures:
                 keys += self._keys_of_run(parent, tokens[at : at + RUN * words])
             else:
                 shown = _shown(seq, index * size, (index + 1) * size) if pictures else b""
@@ -176,14 +180,15 @@ class BlockManager:
 
     def _keys_of_run(self, parent: bytes, tokens: bytes) -> list[bytes]:
         """Of RUN blocks that come after the parent."""
-        name = _digest(parent + tokens)
+        name = parent + tokens
         found = self._runs.get(name)
         if found is not None:
             self._runs.move_to_end(name)
             return found
         found = []
-        for at in range(0, len(tokens), self.block_size * 4):
-            parent = _digest(parent + tokens[at : at + self.block_size * 4])
+        words = self.block_size * 4
+        for at in range(0, len(tokens), words):
+            parent = _digest(parent + tokens[at : at + words])
             found.append(parent)
         self._runs[name] = found
         if len(self._runs) > self.num_blocks // RUN + 64:
@@ -191,8 +196,13 @@ class BlockManager:
         return found
 
 
+_empty = hashlib.blake2b(digest_size=16)
+
+
 def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
+    hashed = _empty.copy()  # two thirds of the time that a new one takes
+    hashed.update(content)
+    return hashed.digest()
 
 
 def _shown(seq: Sequence, start: int, end: int) -> bytes:

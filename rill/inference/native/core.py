@@ -338,12 +338,13 @@ class EngineCore:
         """Each sequence takes its tokens of the turn."""
         version, blocks = int(self.version), self.scheduler.blocks
         size, num_taken = blocks.block_size, 0
+        has_nan = bool(np.isnan(result.logprobs_KS).any())  # rows that left the turn may have some too
         for row, (seq, (tokens, logprobs, num_rows)) in enumerate(zip(sampled, taken, strict=True)):
             seq.num_in_flight -= num_rows
             if seq.is_finished:
                 continue  # it ended a turn earlier; these tokens were computed before that was known
             before = len(seq.tokens)
-            if any(map(math.isnan, logprobs)):  # and the token is whatever was there
+            if has_nan and any(map(math.isnan, logprobs)):  # and the token is whatever was there
                 self._end(seq)
                 where = f"request {seq.id}: after {seq.num_generated} tokens the logits of version {version}"
                 why = "its weights hold NaN or infinite values, or every token is forbidden by logit_bias"

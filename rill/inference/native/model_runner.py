@@ -336,7 +336,7 @@ class ModelRunner:
         assert isinstance(seq, ScoredSequence)
         if seq.is_embedding:
             return hidden_TE[chunk.length - 1].to(torch.float32, copy=True)  # a graph's own memory, perhaps
-        targets_T = torch.tensor(seq.tokens[start + 1 : end + 1], device=self.device)
+        targets_T = torch.tensor(seq.tokens[start + 1 : end + 1].tolist(), device=self.device)
         parts = [torch.zeros(0, device=self.device)]
         for at in range(0, len(targets_T), SCORE_ROWS):
             targets_S = targets_T[at : at + SCORE_ROWS]

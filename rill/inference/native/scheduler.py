@@ -120,7 +120,11 @@ class Scheduler:
         return len(self.waiting) + len(self.scoring)
 
     def add(self, seq: Sequence) -> None:
-        bisect.insort(self._queue(seq), seq, key=lambda s: s.order)
+        queue = self._queue(seq)
+        if not queue or queue[-1].order <= seq.order:
+            queue.append(seq)
+        else:
+            bisect.insort(queue, seq, key=lambda s: s.order)
 
     def schedule(self) -> Work:
         """The next turn's work; nothing when nothing can run."""
@@ -314,8 +318,9 @@ class Scheduler:
         seq.num_shared = len(matched) * size
         if seq.num_preempted == 0:
             seq.num_cached = min(num_cached, seq.num_prompt)
+        chunk = self._take(seq, length)
         self.blocks.announce(seq)
-        return self._take(seq, length)
+        return chunk
 
     def _queue(self, seq: Sequence) -> list[Sequence]:
         return self.scoring if seq.is_scored else self.waiting

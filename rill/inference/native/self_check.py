@@ -10,6 +10,7 @@ that differ are refused. Called by runners.py at load, with a small cache of its
 from __future__ import annotations
 
 import logging
+from array import array
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -97,7 +98,7 @@ def _largest(runner: ModelRunner, cases: list[Case]) -> float:
 @torch.inference_mode()
 def _logits(runner: ModelRunner, ids: Int64s, place: int | CheckPicture) -> torch.Tensor:
     """`place`: where the first token stands, or the picture that is among them."""
-    first, tokens = 0, ids.tolist()
+    first, tokens = 0, array("i", ids.tolist())
     seq = Sequence(
         request=Request(id="check", token_ids=ids.astype(np.int32)), seed=0, arrival=0, tokens=tokens, slot=0
     )

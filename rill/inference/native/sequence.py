@@ -11,7 +11,7 @@ fills `block_ids`, the engine appends what was sampled.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -42,8 +42,8 @@ class Sequence:
     """Of its Completion, or of what was computed for a ScoredSequence."""
     on_delta: Callable[[Delta], None] | None = None
     stop_matcher: StopMatcher | None = None
-    ends: dict[int, StopReason] = field(default_factory=dict)
-    """Every token that ends it, and as what."""
+    ends: Mapping[int, StopReason] = field(default_factory=dict)
+    """Every token that ends it, and as what. Others may share it."""
     edits: SequenceEdits | None = None
     """What its parameters change in single logits."""
     max_tokens: int = 0
@@ -52,7 +52,7 @@ class Sequence:
     """Of a prompt with pictures: where its tokens stand, [3, num_prompt], and how far later ones are from their
     index."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
     num_prompt: int = 0
     num_in_flight: int = 0
     num_computed: int = 0
@@ -106,9 +106,9 @@ class Sequence:
     def extend(self, tokens: list[int], logprobs: list[float], version: int) -> StopReason | None:
         """Take sampled tokens, up to the first that ends it; the reason to stop after it, if there is one."""
         count, reason = self._first_end(tokens)
-        self.tokens += tokens[:count]
-        self.logprobs.extend(logprobs[:count])
-        self.versions.extend([version] * count)
+        self.tokens.fromlist(tokens[:count])
+        self.logprobs.fromlist(logprobs[:count])
+        self.versions.fromlist([version] * count)
         if self.edits is not None:
             self.edits.add(tokens[:count])
         if reason is None and len(self.tokens) >= self.max_tokens:
@@ -152,9 +152,9 @@ class Sequence:
             values = np.array([values for _, values in self.top[start:]], dtype=np.float32)
             top = TopTokens(token_ids=ids.reshape(-1, count), logprobs=values.reshape(-1, count))
         return {
-            "token_ids": np.array(self.tokens[self.num_prompt + start :], dtype=np.int32),
-            "logprobs": np.array(self.logprobs[start:], dtype=np.float32),
-            "versions": np.array(self.versions[start:], dtype=np.int32),
+            "token_ids": np.frombuffer(self.tokens[self.num_prompt + start :], np.int32),
+            "logprobs": np.frombuffer(self.logprobs[start:], np.float32),
+            "versions": np.frombuffer(self.versions[start:], np.int32),
             "top": top,
         }
 

@@ -17,6 +17,7 @@ Called by the scheduler and the core, in the engine's thread.
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -90,16 +91,16 @@ class Speculator:
         at = state.text.after.get(gram)  # it is the likeliest to go on like itself
         if at is None:
             source, at = state.group.find(gram)
-            return source[at : at + most]
+            return source[at : at + most].tolist()
         # Shorter where it goes round in a circle of fewer tokens: once more, then.
-        round_ = tokens[at : at + most]
+        round_ = tokens[at : at + most].tolist()
         return (round_ * -(-most // len(round_)))[:most]
 
 
 class _Text:
     """What one sequence holds, by its n-grams."""
 
-    def __init__(self, tokens: list[int], first: int) -> None:
+    def __init__(self, tokens: array[int], first: int) -> None:
         self.tokens = tokens
         self.after: dict[Gram, int] = {}
         """Where what followed an n-gram begins, at the last place where it stood."""
@@ -121,14 +122,14 @@ class _Group:
     """The answers to one prompt; it ends with the last that runs."""
 
     def __init__(self) -> None:
-        self.after: dict[Gram, tuple[list[int], int]] = {}
+        self.after: dict[Gram, tuple[array[int], int]] = {}
         self.ended: list[_Text] = []
         """Not read to their end: while many run nobody drafts, and it would be for nothing."""
 
-    def find(self, gram: Gram) -> tuple[list[int], int]:
+    def find(self, gram: Gram) -> tuple[array[int], int]:
         while self.ended:
             self.ended.pop().read(self)
-        return self.after.get(gram, ([], 0))
+        return self.after.get(gram, (array("i"), 0))
 
 
 @dataclass(slots=True)
