@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -414,6 +415,17 @@ def test_a_malformed_request_is_refused_before_anything_is_queued(engine: Native
     with pytest.raises(RequestError):
         engine.submit([good, bad])
     assert engine.stats().num_waiting == engine.stats().num_running == 0
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[-1], [VOCAB], [], [0.5], [2**70], [True], [[1, 2]], ["a"], np.array(["2020-01-01"], dtype="M8[D]")],
+    ids=str,
+)
+def test_the_first_request_that_is_wrong_is_named(engine: NativeEngine, ids: Any) -> None:
+    wrong = [request("first", np.asarray(ids)), request("second", np.array([VOCAB], dtype=np.int32))]
+    with pytest.raises(RequestError, match="request first: token"):
+        engine.submit([request("good", prompts((5,))[0]), *wrong])
 
 
 def test_two_requests_under_one_id_are_refused(engine: NativeEngine) -> None:

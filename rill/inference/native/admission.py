@@ -40,9 +40,12 @@ class Admission:
         self._decode = None if tokenizer is None else plain_decode(tokenizer)
         self._guides = None if tokenizer is None else Guides(tokenizer, self._eos_ids, engine.vocab_size)
 
-    def sequence(self, request: Request, on_delta: Callable[[Delta], None] | None) -> Sequence:
+    def sequence(
+        self, request: Request, on_delta: Callable[[Delta], None] | None, is_known: bool
+    ) -> Sequence:
+        """is_known: are_known() has looked at its tokens."""
         params = request.sampling
-        self._check(request)
+        self._check(request, is_known)
         tokens = _token_array(request.token_ids)
         arrival = next(self._counter)
         ends = {} if params.ignore_eos else self._eos_ends
@@ -110,8 +113,8 @@ class Admission:
         matcher.add(generated)
         return matcher
 
-    def _check(self, request: Request) -> None:
-        check_request(request, self._engine, self._adapters.names)
+    def _check(self, request: Request, is_known: bool) -> None:
+        check_request(request, self._engine, self._adapters.names, is_known=is_known)
         if self._picture_id is not None:
             check_pictures(request, self._picture_id)
         if request.sampling.stop and self._decode is None:

@@ -48,7 +48,7 @@ from rill.inference.native.followers import lead
 from rill.inference.native.model_runner import ModelRunner
 from rill.inference.native.runners import build_runner
 from rill.inference.native.sequence import ScoredSequence, Sequence
-from rill.inference.requests import wait_for_all
+from rill.inference.requests import are_known, wait_for_all
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.types import Floats, PolicyVersion, TokenIds
 
@@ -322,7 +322,8 @@ class NativeEngine:
         self, requests: Sequence_[Request], on_delta: Callable[[Delta], None] | None
     ) -> list[Sequence]:
         self._check_available()
-        sequences = [self._admission.sequence(request, on_delta) for request in requests]
+        is_known = are_known(requests, self.vocab_size)
+        sequences = [self._admission.sequence(request, on_delta, is_known) for request in requests]
         self._core.outlet.take_ids(request.id for request in requests)
         self._post_sequences("submit", sequences)
         return sequences

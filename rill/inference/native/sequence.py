@@ -105,12 +105,15 @@ class Sequence:
 
     def extend(self, tokens: list[int], logprobs: list[float], version: int) -> StopReason | None:
         """Take sampled tokens, up to the first that ends it; the reason to stop after it, if there is one."""
-        count, reason = self._first_end(tokens)
-        self.tokens.fromlist(tokens[:count])
-        self.logprobs.fromlist(logprobs[:count])
-        self.versions.fromlist([version] * count)
+        reason = None
+        if self.stop_matcher is not None or not self.ends.keys().isdisjoint(tokens):
+            count, reason = self._first_end(tokens)
+            tokens, logprobs = tokens[:count], logprobs[:count]
+        self.tokens.fromlist(tokens)
+        self.logprobs.fromlist(logprobs)
+        self.versions.fromlist([version] * len(tokens))
         if self.edits is not None:
-            self.edits.add(tokens[:count])
+            self.edits.add(tokens)
         if reason is None and len(self.tokens) >= self.max_tokens:
             return StopReason.LENGTH
         return reason
