@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
-from rill.inference.native.detokenizer import StopMatcher
+from rill.inference.native.detokenizer import _LETTERS, StopMatcher, plain_decode
 from rill.inference.server.schemas import SamplingBody
 from rill.inference.server.text import TextStream
 
@@ -37,6 +43,39 @@ def test_a_stream_of_tokens_without_text_costs_no_more_with_each(token: int) -> 
     text = "".join(stream.feed([i]) for i in [*b"ab", *[token] * 1000, *"é!".encode()])
     text += stream.feed([], is_last=True)
     assert text.startswith("ab") and text.endswith("é!") and tokenizer.longest < 32
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 9, 10, 11, 12, 13, 64])
+def test_characters_are_whole_however_many_tokens_come_at_a_time(size: int) -> None:
+    for text in ("abcdefghijk日本", "日本語" * 9, "🙂a" * 9, "a" * 64 + "é"):
+        tokenizer: Any = Bytes()
+        stream, ids = TextStream(tokenizer, SamplingBody()), list(text.encode())
+        parts = [stream.feed(ids[start : start + size]) for start in range(0, len(ids), size)]
+        assert "".join(parts) + stream.feed([], is_last=True) == text
+
+
+def test_a_decoder_of_bytes_is_followed_to_the_letter() -> None:
+    random = Random(0)
+    letters = {byte: letter for letter, byte in _LETTERS.items()}
+    assert sorted(letters.values()) == sorted(ByteLevel.alphabet())
+    pieces = [bytes([i]) for i in range(256)]
+    pieces += [
+        random.choice(["日本", "🙂", " the", "é"]).encode()[: random.randrange(1, 5)] for _ in range(99)
+    ]
+    vocabulary = {
+        "".join(map(letters.__getitem__, piece)): i for i, piece in enumerate(dict.fromkeys(pieces))
+    }
+    backend = Tokenizer(BPE(vocabulary, []))
+    backend.decoder = ByteLevelDecoder()
+    backend.add_special_tokens(["<end>", "日<s>"])
+    backend.add_tokens(["plain words", "é日"])
+    decode = plain_decode(
+        PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+    )
+    for _ in range(2000):
+        ids = random.choices(range(backend.get_vocab_size() + 3), k=random.randrange(12))
+        for skip in (True, False):
+            assert decode(ids, skip) == backend.decode(ids, skip_special_tokens=skip)
 
 
 def test_a_stop_string_is_found_after_bytes_that_are_no_characters() -> None:

@@ -20,13 +20,14 @@ from starlette.responses import Response
 
 from rill.errors import RillError
 from rill.inference.base import Completion, Request
+from rill.inference.native.detokenizer import Memo
 from rill.inference.server.errors import ApiError, bad_request, error_fields, to_api_error
 from rill.inference.server.generation import Piece, Samples, finite
 from rill.inference.server.http import DONE, Call, EventStream, event, json_response
 from rill.inference.server.sampling import new_id
 from rill.inference.server.schemas import GenerationBody
 from rill.inference.server.state import ServerState
-from rill.inference.server.text import Memo, TextCodec
+from rill.inference.server.text import TextCodec
 from rill.types import Floats, StopReason
 
 

@@ -12,7 +12,7 @@ import asyncio
 import copy
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from jinja2.exceptions import TemplateError
 from rill.data.pictures import read_parts, template_parts
 from rill.data.tool_calls import held_back
 from rill.errors import DataError
-from rill.inference.native.detokenizer import IncrementalDetokenizer, plain_decode
+from rill.inference.native.detokenizer import IncrementalDetokenizer, Memo, plain_decode
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece
 from rill.inference.server.schemas import ChatMessage, ChatTemplateBody, SamplingBody
@@ -45,18 +45,6 @@ _RESERVED = {
     "processor_kwargs",
 }  # fmt: skip
 """Arguments of a template that are not the client's to set."""
-
-
-class Memo(dict[int, str]):
-    """Made once for each token; after that a lookup without a call of Python's."""
-
-    def __init__(self, make: Callable[[int], str]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, token_id: int) -> str:
-        text = self[token_id] = self._make(token_id)
-        return text
 
 
 class TextCodec:
