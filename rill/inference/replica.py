@@ -23,9 +23,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from rill.runtime.device.placement import Placement
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NEWS_WAIT_S = 10.0
 _COMPANY_WAIT_S = 0.002
@@ -67,9 +69,9 @@ class PackedDeltas:
     tops: dict[str, TopTokens]
 
     @classmethod
-    def pack(cls, deltas: Sequence[Delta]) -> PackedDeltas | None:
+    def pack(cls, deltas: Sequence[Delta] | Sequence[Completion]) -> PackedDeltas | None:
         """Deltas of one request become one. None where there are none."""
-        by_request: dict[str, list[Delta]] = {}
+        by_request: dict[str, list[Delta | Completion]] = {}
         for delta in deltas:
             by_request.setdefault(delta.request_id, []).append(delta)
         if not by_request:
@@ -89,13 +91,13 @@ class PackedDeltas:
             },
         )
 
-    def unpack(self) -> list[Delta]:
+    def unpack(self, kind: Callable[..., T] = Delta) -> list[T]:
         found, start = [], 0
         for request_id, length, reason in zip(self.request_ids, self.lengths, self.stop_reasons, strict=True):
             part = slice(start, start + length)
             start += length
             found.append(
-                Delta(
+                kind(
                     request_id=request_id,
                     token_ids=self.token_ids[part],
                     logprobs=self.logprobs[part],
@@ -105,6 +107,32 @@ class PackedDeltas:
                 )
             )
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEnds:
+    """How requests ended: their completions packed alike, and what few of those have beside their tokens."""
+
+    tokens: PackedDeltas | None
+    rests: list[dict[str, Any]]
+    failures: list[tuple[str, Exception]]
+
+    @classmethod
+    def pack(cls, ends: Sequence[End]) -> PackedEnds:
+        done = [end for end in ends if isinstance(end, Completion)]
+        failures = [end for end in ends if not isinstance(end, Completion)]
+        return cls(PackedDeltas.pack(done), [_rest(end) for end in done], failures)
+
+    def unpack(self) -> list[End]:
+        done = [] if self.tokens is None else self.tokens.unpack(Completion)
+        whole = [replace(end, **rest) if rest else end for end, rest in zip(done, self.rests, strict=True)]
+        return [*whole, *self.failures]
+
+
+def _rest(end: Completion) -> dict[str, Any]:
+    found = {"stop_text": end.stop_text, "routed_experts": end.routed_experts}
+    found = {name: value for name, value in found.items() if value is not None}
+    return found | {"num_cached_tokens": end.num_cached_tokens} if end.num_cached_tokens else found
 
 
 class Outbox:
@@ -119,16 +147,17 @@ class Outbox:
             self._news.append(news)
             self._changed.notify()
 
-    def take(self, wait_s: float) -> tuple[PackedDeltas | None, list[End]]:
+    def take(self, wait_s: float) -> tuple[PackedDeltas | None, PackedEnds | None]:
         """Everything since the last time; nothing where nothing came within the time. Deltas come before ends."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._news, wait_s):
-                return None, []
+                return None, None
         time.sleep(_COMPANY_WAIT_S)
         with self._changed:
             news, self._news = self._news, []
         deltas = [each for each in news if isinstance(each, Delta)]
-        return PackedDeltas.pack(deltas), [each for each in news if not isinstance(each, Delta)]
+        ends = [each for each in news if not isinstance(each, Delta)]
+        return PackedDeltas.pack(deltas), PackedEnds.pack(ends) if ends else None
 
 
 class Replica(Worker):
@@ -169,7 +198,7 @@ class Replica(Worker):
         self._engine.abort(request_ids)
 
     @concurrent
-    def news(self, wait_s: float) -> tuple[PackedDeltas | None, list[End]]:
+    def news(self, wait_s: float) -> tuple[PackedDeltas | None, PackedEnds | None]:
         return self._outbox.take(wait_s)
 
     @concurrent
@@ -297,7 +326,8 @@ class ReplicaProcess:
                 while not handle.ended(CONTROL_TIMEOUT_S):
                     pass  # a worker that hangs is the health check's affair
                 packed, ends = handle.wait(0.0)[0]
-                self._on_news([] if packed is None else packed.unpack(), ends)
+                deltas = [] if packed is None else packed.unpack()
+                self._on_news(deltas, [] if ends is None else ends.unpack())
         except RillError as error:  # it died, or was closed
             self.is_dead = True
             self._has_outgoing.set()  # the sender ends

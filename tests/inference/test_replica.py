@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from rill.inference.base import Completion, Delta
-from rill.inference.replica import Outbox, PackedDeltas
+from rill.errors import EngineError
+from rill.inference.base import Completion, Delta, TopTokens
+from rill.inference.replica import End, Outbox, PackedDeltas, PackedEnds
 from rill.types import StopReason
 
 
@@ -46,7 +49,7 @@ def test_packing_keeps_every_token_with_its_request() -> None:
 
 def test_news_come_together_deltas_before_ends_and_no_token_twice() -> None:
     outbox = Outbox()
-    assert outbox.take(0.01) == (None, [])
+    assert outbox.take(0.01) == (None, None)
     outbox.add(delta("a", 1))
     outbox.add(delta("b", 5))
     outbox.add(delta("a", 2))
@@ -54,7 +57,29 @@ def test_news_come_together_deltas_before_ends_and_no_token_twice() -> None:
     outbox.add(delta("a", 3))
     outbox.add(delta("b", 6))
     outbox.add(completion("a", 1, 2, 3))
-    packed, ends = outbox.take(1.0)
-    assert contents(packed) == {"a": [3], "b": [6]}
+    packed, packed_ends = outbox.take(1.0)
+    assert contents(packed) == {"a": [3], "b": [6]} and packed_ends is not None
+    ends = packed_ends.unpack()
     assert isinstance(ends[0], Completion) and ends[0].token_ids.tolist() == [1, 2, 3]
-    assert outbox.take(0.01) == (None, [])
+    assert outbox.take(0.01) == (None, None)
+
+
+def test_ends_come_with_all_that_belongs_to_them_and_failures_beside_them() -> None:
+    experts, error = np.ones((2, 1, 1), np.int16), EngineError("no")
+    top = TopTokens(token_ids=np.array([[7], [8]]), logprobs=-np.ones((2, 1), np.float32))
+    told: list[End] = [
+        replace(completion("a", 1, 2), stop_reason=StopReason.STOP, stop_text="x", top=top),
+        ("b", error),
+        completion("c"),
+        replace(completion("d", 3, 4), num_cached_tokens=16, routed_experts=experts),
+    ]
+    first, empty, last, failure = PackedEnds.pack(told).unpack()
+    assert failure == ("b", error)
+    assert isinstance(first, Completion) and isinstance(empty, Completion) and isinstance(last, Completion)
+    assert (first.request_id, first.stop_reason, first.stop_text) == ("a", StopReason.STOP, "x")
+    assert first.token_ids.tolist() == [1, 2] and first.num_cached_tokens == 0
+    assert first.top is not None and first.top.token_ids.tolist() == [[7], [8]]
+    assert (empty.request_id, len(empty.token_ids), empty.stop_reason) == ("c", 0, StopReason.LENGTH)
+    assert last.token_ids.tolist() == [3, 4] and last.top is None and last.stop_text is None
+    assert last.num_cached_tokens == 16 and last.routed_experts is experts
+    assert PackedEnds.pack([("b", error)]).unpack() == [("b", error)]
