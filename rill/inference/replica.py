@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 _NEWS_WAIT_S = 10.0
 _COMPANY_WAIT_S = 0.002
-"""How long news wait for more of their kind."""
+"""How long news wait for more of their kind, and requests behind others."""
 _SWITCH_INTERVAL_S = 0.0005
 """How long a thread that takes requests or packs news may keep the engine's from the interpreter. Python's own 5 ms are
 the time of two steps, and every launch gives the interpreter away."""
@@ -91,7 +91,7 @@ class PackedDeltas:
             },
         )
 
-    def unpack(self, kind: Callable[..., T] = Delta) -> list[T]:
+    def unpack(self, kind: Callable[..., T]) -> list[T]:
         found, start = [], 0
         for request_id, length, reason in zip(self.request_ids, self.lengths, self.stop_reasons, strict=True):
             part = slice(start, start + length)
@@ -271,7 +271,8 @@ class ReplicaProcess:
         """Returns at once. A message for each request would cost an event loop as much as the request's JSON."""
         self._check_alive()
         self._outgoing.extend(requests)
-        self._has_outgoing.set()
+        if not self._has_outgoing.is_set():
+            self._has_outgoing.set()
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
         """Returns at once. Not as a `call`: it must not overtake what was submitted before it."""
@@ -307,6 +308,7 @@ class ReplicaProcess:
             self._has_outgoing.clear()
             with self._sending, suppress(RillError):  # it died: the reader tells of it
                 self._send_outgoing()
+            time.sleep(_COMPANY_WAIT_S)  # the first does not wait; those behind it travel together
 
     def _send_outgoing(self) -> None:
         requests = []
@@ -326,7 +328,7 @@ class ReplicaProcess:
                 while not handle.ended(CONTROL_TIMEOUT_S):
                     pass  # a worker that hangs is the health check's affair
                 packed, ends = handle.wait(0.0)[0]
-                deltas = [] if packed is None else packed.unpack()
+                deltas = [] if packed is None else packed.unpack(Delta)
                 self._on_news(deltas, [] if ends is None else ends.unpack())
         except RillError as error:  # it died, or was closed
             self.is_dead = True

@@ -34,13 +34,13 @@ def completion(name: str, *tokens: int) -> Completion:
 
 
 def contents(packed: PackedDeltas | None) -> dict[str, list[int]]:
-    return {} if packed is None else {d.request_id: d.token_ids.tolist() for d in packed.unpack()}
+    return {} if packed is None else {d.request_id: d.token_ids.tolist() for d in packed.unpack(Delta)}
 
 
 def test_packing_keeps_every_token_with_its_request() -> None:
     packed = PackedDeltas.pack([delta("a", 1), delta("b", 7, 8), delta("a", 2, 3, reason=StopReason.EOS)])
     assert packed is not None
-    first, second = packed.unpack()
+    first, second = packed.unpack(Delta)
     assert first.token_ids.tolist() == [1, 2, 3] and first.logprobs.tolist() == [-1, -2, -3]
     assert first.stop_reason is StopReason.EOS and second.stop_reason is None
     assert second.token_ids.tolist() == [7, 8] and second.versions.tolist() == [3, 3]

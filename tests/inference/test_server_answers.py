@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 
 import msgspec
 import numpy as np
@@ -54,8 +53,8 @@ def test_numbers_that_json_lacks_become_such_as_it_has() -> None:
 async def test_an_event_is_one_line_also_to_clients_that_ask_unicode_for_lines() -> None:
     text, sent = "one\x0btwo\x0cthree\x1c\x1d\x1e\x85four\u2028five\u2029", b""
 
-    async def events() -> AsyncIterator[bytes]:
-        yield event({"text": text})
+    async def next_events() -> tuple[bytes, bool]:
+        return event({"text": text}), True
 
     async def send(message: Message) -> None:
         nonlocal sent
@@ -64,6 +63,6 @@ async def test_an_event_is_one_line_also_to_clients_that_ask_unicode_for_lines()
     async def receive() -> Message:
         raise AssertionError("nobody asks")
 
-    await EventStream(events(), lambda: None)({}, receive, send)
+    await EventStream(next_events, lambda: None)({}, receive, send)
     line, empty = sent.decode().splitlines()
     assert empty == "" and json.loads(line.removeprefix("data: ")) == {"text": text}

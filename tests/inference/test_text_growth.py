@@ -13,9 +13,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from rill.inference.native.detokenizer import _LETTERS, StopMatcher, plain_decode
+from rill.inference.native.detokenizer import _LETTERS, IncrementalDetokenizer, StopMatcher, plain_decode
 from rill.inference.server.schemas import SamplingBody
-from rill.inference.server.text import TextStream
+from rill.inference.server.text import TextCodec, TextStream
 
 EOS = 300
 HALF = 0x80
@@ -26,7 +26,6 @@ class Bytes:
     """A tokenizer, and a server's codec, of bytes and one special token. Notes how much it was asked to decode."""
 
     special_ids = frozenset({EOS})
-    drops_first_space = False
 
     def __init__(self) -> None:
         self.longest = 0
@@ -34,6 +33,12 @@ class Bytes:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self.longest = max(self.longest, len(ids))
         return bytes(i for i in ids if i != EOS).decode("utf-8", "replace")
+
+    def detokenizer(self, *, skip_special_tokens: bool, before: Sequence[int]) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(
+            lambda ids, skip: self.decode(ids, skip_special_tokens=skip),
+            skip_special_tokens=skip_special_tokens,
+        )
 
 
 @pytest.mark.parametrize("token", [HALF, EOS])
@@ -69,13 +74,16 @@ def test_a_decoder_of_bytes_is_followed_to_the_letter() -> None:
     backend.decoder = ByteLevelDecoder()
     backend.add_special_tokens(["<end>", "日<s>"])
     backend.add_tokens(["plain words", "é日"])
-    decode = plain_decode(
-        PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
-    )
-    for _ in range(2000):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+    decode, codec = plain_decode(tokenizer), TextCodec(tokenizer)
+    for number in range(4000):
         ids = random.choices(range(backend.get_vocab_size() + 3), k=random.randrange(12))
-        for skip in (True, False):
-            assert decode(ids, skip) == backend.decode(ids, skip_special_tokens=skip)
+        skip, cut = number % 2 == 0, random.randrange(12)
+        growing = codec.detokenizer(skip_special_tokens=skip, before=[1])
+        expected = backend.decode(ids, skip_special_tokens=skip)
+        assert (
+            decode(ids, skip) == expected == growing.push(ids[:cut]) + growing.push(ids[cut:], is_last=True)
+        )
 
 
 def test_a_stop_string_is_found_after_bytes_that_are_no_characters() -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
@@ -23,7 +23,7 @@ from rill.inference.base import Completion, Request
 from rill.inference.native.detokenizer import Memo
 from rill.inference.server.errors import ApiError, bad_request, error_fields, to_api_error
 from rill.inference.server.generation import Piece, Samples, finite
-from rill.inference.server.http import DONE, Call, EventStream, event, json_response
+from rill.inference.server.http import DONE, Call, EventStream, encode_json, event, json_response
 from rill.inference.server.sampling import new_id
 from rill.inference.server.schemas import GenerationBody
 from rill.inference.server.state import ServerState
@@ -42,16 +42,67 @@ class Answer(Protocol):
 
     async def whole(self, samples: Samples) -> dict[str, Any]: ...
 
-    def events(self, samples: Samples) -> AsyncIterator[bytes]: ...
+    async def prepare(self) -> None:
+        """Before the first event of a stream."""
+
+    def events(self, pieces: Sequence[Piece], samples: Samples) -> bytes:
+        """Of new pieces; with the last ones, also what ends a stream."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """The end of a stream that began well."""
+        ...
 
 
-class OpenAIAnswer:
+class Columns:
+    """Of one answer: lists with an entry for each token, written as JSON while the tokens come."""
+
+    def __init__(self) -> None:
+        self._parts: defaultdict[str, list[bytes]] = defaultdict(list)
+
+    def add(self, lists: dict[str, Any], *, in_front: bool = False) -> None:
+        for name, values in lists.items():
+            parts, entries = self._parts[name], encode_json(values)[1:-1]
+            if entries:
+                parts.insert(0 if in_front else len(parts), entries)
+
+    def whole(self) -> dict[str, msgspec.Raw]:
+        return {name: msgspec.Raw(b"[" + b",".join(parts) + b"]") for name, parts in self._parts.items()}
+
+
+class TokenwiseAnswer:
+    """What a whole answer tells of each token is written while further ones are made: the answers of a batch are often
+    due at one time, and the engine waits for the next requests then."""
+
+    def __init__(self) -> None:
+        self._columns: defaultdict[int, Columns] = defaultdict(Columns)
+        """By sample."""
+
+    @abstractmethod
+    def lists(self, piece: Piece) -> dict[str, Any]:
+        """By their names, with an entry for each token."""
+
+    async def wholes(self, samples: Samples) -> list[tuple[Piece, dict[str, Any]]]:
+        """Each sample, and its lists."""
+        return [(piece, self._columns[piece.index].whole()) for piece in await samples.whole(self.write)]
+
+    def write(self, piece: Piece) -> None:
+        self._columns[piece.index].add(self.lists(piece))
+
+    async def prepare(self) -> None: ...
+
+    def failure(self, error: ApiError) -> bytes:
+        return event({"error": error_fields(error)}) + DONE
+
+
+class OpenAIAnswer(TokenwiseAnswer):
     prefix: ClassVar[str]
     """Of its id."""
     kinds: ClassVar[tuple[str, str]]
     """What a whole answer and a chunk of a stream call themselves."""
 
     def __init__(self, state: ServerState, body: GenerationBody, prompts: list[list[int]]) -> None:
+        super().__init__()
         self.state, self.body, self.prompts = state, body, prompts
         self.id = new_id(self.prefix)
         self.name = body.request_id or self.id
@@ -66,16 +117,21 @@ class OpenAIAnswer:
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """One event of a stream."""
 
-    async def events(self, samples: Samples) -> AsyncIterator[bytes]:
-        async for pieces in samples:
-            told = [event(self.chunk(piece)) for piece in pieces]
-            if not samples.num_left:  # one write for the last tokens and what follows them
-                if self._tells_usage:
-                    told.append(event(self.envelope([], is_chunk=True) | self.usage(samples)))
-                told.append(DONE)
-            yield b"".join(told)
+    def events(self, pieces: Sequence[Piece], samples: Samples) -> bytes:
+        told = [event(self.chunk(piece)) for piece in pieces]
+        if not samples.num_left:  # one write for the last tokens and what follows them
+            if self._tells_usage:
+                told.append(event(self.envelope([], is_chunk=True) | self.usage(samples)))
+            told.append(DONE)
+        return b"".join(told)
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
+    def lists(self, piece: Piece) -> dict[str, Any]:
+        if not self.body.return_token_ids:
+            return {}
+        # vLLM's token_ids, and our versions beside them
+        return {"token_ids": piece.token_ids.tolist(), "token_versions": piece.versions.tolist()}
+
+    def choice(self, piece: Piece, lists: dict[str, Any]) -> dict[str, Any]:
         """What completions and chat say alike of a piece."""
         choice: dict[str, Any] = {
             "index": piece.index,
@@ -83,9 +139,8 @@ class OpenAIAnswer:
             "stop_reason": stop_detail(piece.completion),
             "logprobs": None,
         }
-        if self.body.return_token_ids:  # vLLM's token_ids, and our versions beside them
-            choice["token_ids"] = piece.token_ids.tolist()
-            choice["token_versions"] = piece.versions.tolist()
+        if self.body.return_token_ids:
+            choice |= {name: lists[name] for name in ("token_ids", "token_versions")}
         return choice
 
     def usage(self, samples: Samples) -> dict[str, Any]:
@@ -104,26 +159,29 @@ class OpenAIAnswer:
 async def respond(call: Call, answer: Answer) -> Response:
     """Admitted, run, and answered. The place that admission gave is held until the answer is made, or the stream has
     ended or lost its client."""
-    state, requests = call.state, answer.requests()
-    with ExitStack() as held:
-        held.enter_context(state.admission.admit())
-        name = (call.caller, answer.name)
-        samples = held.enter_context(
-            state.generation.submit(requests, name, call.receive, is_streamed=answer.is_streamed)
-        )
+    name = (call.caller, answer.name)
+    samples = call.state.generation.submit(
+        answer.requests(), name, call.receive, is_streamed=answer.is_streamed
+    )
+
+    async def next_events() -> tuple[bytes, bool]:
+        try:
+            pieces = await anext(samples)
+            return answer.events(pieces, samples), not samples.num_left
+        except (ApiError, RillError) as error:  # the status line is sent already
+            return answer.failure(to_api_error(error)), True
+
+    is_under_way = False
+    try:
         if not answer.is_streamed:
             return json_response(await answer.whole(samples))
         await samples.begun()
-        return EventStream(_with_errors(answer.events(samples)), held.pop_all().close)
-
-
-async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The status line is sent already: an error in the middle becomes the last event."""
-    try:
-        async for data in events:
-            yield data
-    except (ApiError, RillError) as error:
-        yield event({"error": error_fields(to_api_error(error))}) + DONE
+        await answer.prepare()
+        is_under_way = True
+        return EventStream(next_events, samples.close)
+    finally:
+        if not is_under_way:
+            samples.close()
 
 
 _FINISH = {StopReason.LENGTH: "length", StopReason.ABORTED: "abort", StopReason.ERROR: "error"}
@@ -184,17 +242,23 @@ def _plain_entries(piece: Piece) -> msgspec.Raw:
     return msgspec.Raw(b"[" + b"".join(parts)[len(tail) + 1 :] + tail + b"]")
 
 
-def completion_logprobs(codec: TextCodec, piece: Piece, *, as_ids: bool, offset: int) -> dict[str, Any]:
-    """The older shape: parallel lists. Of the likeliest tokens it tells beside the sampled one."""
+LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+def completion_logprobs(
+    codec: TextCodec, piece: Piece, *, as_ids: bool, offset: int
+) -> tuple[dict[str, Any], int]:
+    """The older shape: parallel lists; and the offset of what comes next. Of the likeliest tokens it tells beside the
+    sampled one."""
     ids, logprobs = piece.token_ids.tolist(), finite(piece.logprobs)
     texts = codec.token_texts(ids)
     names = token_names(ids) if as_ids else texts
-    offsets = list(itertools.accumulate(map(len, texts), initial=offset))[:-1]
+    *offsets, end = itertools.accumulate(map(len, texts), initial=offset)
     top = [{name: logprob} for name, logprob in zip(names, logprobs, strict=True)]
     for own, likeliest in zip(top, _top_tokens(codec, piece, as_ids=as_ids)):
         for each in likeliest:
             own.setdefault(each.token, each.logprob)
-    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+    return dict(zip(LOGPROB_LISTS, (names, logprobs, top, offsets), strict=True)), end
 
 
 def _top_tokens(codec: TextCodec | None, piece: Piece, *, as_ids: bool) -> list[tuple[TopToken, ...]]:

@@ -2,13 +2,14 @@
 
         engine thread                                  event loop
    push(delta) ─────▶ pending ──┐ one wake-up, however many     ┌── ends ────▶ a few each turn of ──▶ stream A, whole B
-   push(delta) ─────▶ pending ──┤ are pending: at once for      │              the loop, ends       ──▶ stream C
+   gather(delta) ───▶ pending ──┤ are pending: at once for      │              the loop, ends       ──▶ stream C
    push_end(future) ▶ pending ──┘ first tokens and ends, else   └── tokens ──▶ before tokens        ──▶ …
                                   every interval_s
 
 Many requests of a batch end in one step. Were all their answers made before the loop looks at its sockets again, the
 next requests would reach the engine only after the last of them, and it would stand idle meanwhile. A few at a time:
-the first clients have their answers, and their next requests are under way, while the others' are made.
+the first clients have their answers, and their next requests are under way, while the others' are made. And what a
+whole answer tells of each token is written while the engine makes further ones: at the end only the rest is left.
 
 A stream sends everything new as one event for each sample: a loop that falls behind sends larger events, not later
 ones. Whoever stops waiting (disconnect, deadline, cancel) has its requests aborted.
@@ -21,11 +22,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Self
 
 from starlette.types import Receive
 
@@ -43,11 +45,17 @@ News = Delta | Future[Completion]
 
 _STREAM_SHARE_S = 0.002
 """What every open stream adds to the interval, at least: an event costs the loop about a fifteenth of that."""
+_AHEAD_INTERVAL_S = 0.25
+"""How often the engine tells of the tokens of a whole answer before its end: a wake-up costs as much as many tokens."""
+_NUM_AHEAD = 64
+"""Of each sample of it, how many are worth being written by themselves."""
 _NUM_PER_TURN = 2
 """How many listeners hear of something in one turn of the loop."""
 _LOOK_INTERVAL_S = 0.25
 """Between two looks at what is under way, for clients that left and deadlines that passed. A task and a timer for each
 request would cost a tenth of all that it costs."""
+_LOOK_SHARE_S, _LONGEST_LOOK_S = 0.004, 1.0
+"""What each of many requests adds to that, for looking at it takes some 10 us; and no more than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +99,16 @@ class Hub:
         if stream is None:
             return  # nobody reads it any more
         is_first, stream.has_token = not stream.has_token, True
-        self._push(stream, delta, is_urgent=is_first or self._least_interval_s == 0)
+        if delta.stop_reason is None:  # else its end tells of it
+            self.push_all(stream, [delta], is_urgent=is_first or self._least_interval_s == 0)
 
     def push_end(self, samples: Samples, future: Future[Completion]) -> None:
         """Engine thread: a request has ended. The order with its last delta does not matter."""
-        self._push(samples, future, is_urgent=True)
+        self.push_all(samples, [future], is_urgent=True)
 
-    def _push(self, samples: Samples, item: News, *, is_urgent: bool) -> None:
+    def push_all(self, samples: Samples, news: Sequence[News], *, is_urgent: bool) -> None:
         with self._lock:
-            self._pending.append((samples, item))
+            self._pending += [(samples, item) for item in news]
             if self._is_urgent or (self._is_scheduled and not is_urgent):
                 return
             self._is_urgent |= is_urgent
@@ -145,8 +154,17 @@ class Hub:
 class Generation:
     """Runs requests on the engine, for one event loop."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float, stream_interval_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        admission: AbstractContextManager[None],
+        metrics: Metrics,
+        timeout_s: float,
+        stream_interval_s: float,
+    ) -> None:
+        """`admission`: held while a request is under way."""
         self.metrics = metrics
+        self._admission = admission
         self.timeout_s = timeout_s
         self._stream_interval_s = stream_interval_s
         self._engine = engine
@@ -162,34 +180,41 @@ class Generation:
         """Made by the first request, on its loop."""
         return Hub(asyncio.get_running_loop(), self._stream_interval_s)
 
-    @contextmanager
+    def interval_s(self, *, is_streamed: bool) -> float:
+        """How often the engine is to tell of tokens: told more often than they are used, they would only wait here."""
+        return self.hub.interval_s if is_streamed else _AHEAD_INTERVAL_S
+
     def submit(
         self, requests: Sequence[Request], name: tuple[str, str], receive: Receive, *, is_streamed: bool
-    ) -> Iterator[Samples]:
-        """Their samples, to be waited for. What has not ended with the block is aborted. `receive`: of the client, who
-        has nothing more to say but that it leaves."""
-        hub = self.hub
-        if is_streamed:  # told more often than it is sent, the tokens would only wait here
-            requests = [replace(request, delta_interval_s=hub.interval_s) for request in requests]
-        samples = Samples(self, requests, receive)
+    ) -> Samples:
+        """Their samples, to be waited for, and closed. `receive`: of the client, who has nothing more to say but that
+        it leaves."""
+        self._admission.__enter__()
+        hub, samples = self.hub, Samples(self, requests, receive)
         if is_streamed:
             hub.streams.update(dict.fromkeys(samples.request_ids, samples))
         self._under_way[samples] = name
         if not self._is_looking:
             self._look()
         try:
-            futures = self._engine.submit(requests, hub.push if is_streamed else None)
-            samples.num_left = len(futures)
-            for future in futures:
-                future.add_done_callback(lambda done: hub.push_end(samples, done))
-            yield samples
-        finally:
-            for request_id in samples.request_ids:
-                hub.streams.pop(request_id, None)
-            del self._under_way[samples]
-            if samples.num_left:
-                self.metrics.num_aborted += len(requests)
-                self._aborts.submit(self._abort_quietly, samples.request_ids)
+            futures = self._engine.submit(requests, hub.push if is_streamed else samples.gather)
+        except BaseException:
+            self.close(samples)
+            raise
+        samples.num_left = len(futures)
+        for future in futures:
+            future.add_done_callback(partial(hub.push_end, samples))
+        return samples
+
+    def close(self, samples: Samples) -> None:
+        """What has not ended is aborted."""
+        for request_id in samples.request_ids:
+            self.hub.streams.pop(request_id, None)
+        del self._under_way[samples]
+        self._admission.__exit__(None, None, None)
+        if samples.num_left:
+            self.metrics.num_aborted += len(samples.request_ids)
+            self._aborts.submit(self._abort_quietly, samples.request_ids)
 
     async def abort(self, names: Collection[tuple[str, str]]) -> int:
         """End what runs under these names; how many requests that were. They are answered with what they have."""
@@ -203,7 +228,8 @@ class Generation:
         """At all that is under way, and again later while something is."""
         self._is_looking = bool(self._under_way)
         if self._is_looking:
-            asyncio.get_running_loop().call_later(_LOOK_INTERVAL_S, self._look)
+            interval_s = max(_LOOK_INTERVAL_S, len(self._under_way) * _LOOK_SHARE_S)
+            asyncio.get_running_loop().call_later(min(interval_s, _LONGEST_LOOK_S), self._look)
         for samples in self._under_way:
             samples.look()
 
@@ -233,14 +259,45 @@ class Samples:
         self._index = {r.id: i for i, r in enumerate(requests)}
         self._received = [0] * len(requests)
         self._ended: set[str] = set()
+        self._gathered: list[list[Delta]] = [[] for _ in requests]
+        self._num_gathered = [0] * len(requests)
         self._news: list[News] = []
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._opened_at = time.perf_counter()
+        self._is_begun = False
+        self._failure: Exception | None = None
+        """Of a sample."""
         self._error: ApiError | None = None
+        """Why somebody gave up."""
+
+    def gather(self, delta: Delta) -> None:
+        """Engine thread, or those of several replicas, each for requests of its own: tokens of a whole answer. They
+        travel on when they are many; the last come with its end."""
+        index = self._index[delta.request_id]
+        self._gathered[index].append(delta)
+        self._num_gathered[index] += len(delta.token_ids)
+        if self._num_gathered[index] >= _NUM_AHEAD and delta.stop_reason is None:
+            self._owner.hub.push_all(self, self._gathered[index], is_urgent=False)
+            self._gathered[index], self._num_gathered[index] = [], 0
 
     def deliver(self, news: Sequence[News]) -> None:
         self._news.extend(news)
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        """For news; raises where somebody gave up."""
+        if not self._news and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._owner.close(self)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -252,63 +309,68 @@ class Samples:
             found[id(prompt)] = min(known, completion.num_cached_tokens)
         return sum(found.values())
 
-    async def whole(self) -> list[Piece]:
-        """Of samples that are not streamed: all of each, in the order of the requests."""
-        pieces: list[Piece] = []
-        while self.num_left:
-            new, ends = await self._next()
-            pieces += new
-            for end in ends:
-                end.result()
-        self._count()
-        return sorted(pieces, key=lambda piece: piece.index)
+    async def whole(self, write: Callable[[Piece], None] = lambda _: None) -> list[Piece]:
+        """Of samples that are not streamed: all of each, in the order of the requests. `write` has heard of all of it
+        before, piece by piece."""
+        async for pieces in self:
+            for piece in pieces:
+                write(piece)
+        if not self.completions:
+            self._count()
+        done = {self._index[completion.request_id]: completion for completion in self.completions}
+        return [Piece(index=index, completion=done[index], **done[index].part()) for index in sorted(done)]
 
     async def begun(self) -> None:
         """Waits for the first news; raises where they are that a sample failed, or that somebody gave up."""
-        await self._wake.wait()
-        if self._error is not None:
-            raise self._error
+        await self._wait()
         for item in self._news:
             if not isinstance(item, Delta):
                 item.result()
 
-    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
-        is_first = True
-        while self.num_left:
-            pieces, ends = await self._next()
-            if is_first and self.has_token:
-                is_first = False
-                self._owner.metrics.first_token_s.observe(time.perf_counter() - self._opened_at)
-            if pieces:
-                yield pieces
-            for end in ends:
-                end.result()  # a sample that failed ends the stream, after what came before it
-        self._count()
+    def __aiter__(self) -> Self:
+        return self
 
-    async def _next(self) -> tuple[list[Piece], list[Future[Completion]]]:
-        """What is new, once something is; and which samples have ended with it, well or not."""
-        await self._wake.wait()
-        self._wake.clear()
-        if self._error is not None:
-            raise self._error
-        news, self._news = self._news, []
-        ends = [item for item in news if not isinstance(item, Delta)]
-        return self._pieces([item for item in news if isinstance(item, Delta)], ends), ends
+    async def __anext__(self) -> list[Piece]:
+        """What is new, once something is."""
+        pieces: list[Piece] = []
+        while not pieces:
+            if self._failure is not None:  # a sample that failed ends the answer, after what came before it
+                raise self._failure
+            if not self.num_left:
+                raise StopAsyncIteration
+            await self._wait()
+            pieces = self._pieces()
+        if not self.num_left:
+            self._count()
+        if self.has_token and not self._is_begun:
+            self._is_begun = True
+            self._owner.metrics.first_token_s.observe(time.perf_counter() - self._opened_at)
+        return pieces
 
     def _count(self) -> None:
         metrics = self._owner.metrics
         metrics.latency_s.observe(time.perf_counter() - self._opened_at)
-        metrics.num_prompt_tokens += sum(len(r.token_ids) for r in self._requests)
+        metrics.num_prompt_tokens += sum([len(request.token_ids) for request in self._requests])
         for completion in self.completions:
             metrics.num_completion_tokens += len(completion.token_ids)
             metrics.completion_tokens.observe(len(completion.token_ids))
 
-    def _pieces(self, deltas: Sequence[Delta], ends: Sequence[Future[Completion]]) -> list[Piece]:
+    def _pieces(self) -> list[Piece]:
         """One piece for each sample, however many tokens it gained: what waits behind a busy loop travels together."""
-        done = [end.result() for end in ends if end.exception() is None]
+        news, self._news = self._news, []
+        deltas: list[Delta] = []
+        done: list[Completion] = []
+        for item in news:
+            if isinstance(item, Delta):
+                deltas.append(item)
+                continue
+            try:
+                done.append(item.result())
+            except Exception as failure:  # noqa: BLE001 - whatever it is, it is the answer's to raise
+                self._failure = self._failure or failure
         self.num_left -= len(done)
         self.completions += done
-        self._ended.update(completion.request_id for completion in done)
+        self._ended.update([completion.request_id for completion in done])
         # One that has ended has overtaken its last deltas; and the last of all is told with what ended it.
         new = [
             delta
@@ -317,7 +379,7 @@ class Samples:
         ]
         packed = PackedDeltas.pack(new) if len(new) > 1 else None
         pieces = []
-        for delta in new if packed is None else packed.unpack():
+        for delta in new if packed is None else packed.unpack(Delta):
             index = self._index[delta.request_id]
             self._received[index] += len(delta.token_ids)
             pieces.append(Piece(index=index, **delta.part()))
@@ -330,7 +392,7 @@ class Samples:
     def _give_up(self, error: ApiError) -> None:
         """Whoever waits gets this error."""
         self._error = error
-        self._wake.set()
+        self._wake()
 
     def look(self) -> None:
         """Gives up where it is late, or the client went away: what is told of it is asked for, and not waited for."""

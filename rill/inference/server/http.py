@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial, partialmethod
@@ -38,7 +38,7 @@ from rill.inference.server.state import ServerState
 
 log = logging.getLogger(__name__)
 
-_encode_json = msgspec.json.Encoder().encode
+encode_json = msgspec.json.Encoder().encode
 _decode_json = msgspec.json.Decoder().decode
 
 NAME = "{name}"
@@ -239,11 +239,14 @@ def describe(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    return Response(_encode_json(body), status_code=status, media_type="application/json")
+    response, content = Response(status_code=status), encode_json(body)
+    response.body = content
+    response.raw_headers = [(b"content-length", b"%d" % len(content)), (b"content-type", b"application/json")]
+    return response
 
 
 def event(body: Any) -> bytes:
-    return b"data: " + _encode_json(body) + b"\n\n"
+    return b"data: " + encode_json(body) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
@@ -253,20 +256,25 @@ _LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028
 
 
 class EventStream(Response):
-    """Server-sent events. `on_close` runs even when the client left before the first event."""
+    """Server-sent events. `next_events` gives some, and whether they are the last. `on_close` runs even when the client
+    left before the first."""
 
-    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, next_events: Callable[[], Awaitable[tuple[bytes, bool]]], on_close: Callable[[], None]
+    ) -> None:
         self.status_code = 200
-        self._events, self._on_close = events, on_close
+        self._next_events, self._on_close = next_events, on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for data in self._events:
+            is_last = False
+            while not is_last:
+                data, is_last = await self._next_events()
                 for end, escaped in () if data.isascii() else _LINE_ENDS.items():
                     data = data.replace(end, escaped)
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+                if data or is_last:
+                    await send({"type": "http.response.body", "body": data, "more_body": not is_last})
         finally:
             self._on_close()

@@ -110,6 +110,7 @@ class ChatAnswer(OpenAIAnswer):
             top_param="top_logprobs",
             guide=self._forced_call(),
             pictures=self._pictures,
+            is_streamed=self.is_streamed,
         )
 
     def _forced_call(self) -> Guide | None:
@@ -122,10 +123,10 @@ class ChatAnswer(OpenAIAnswer):
 
     async def whole(self, samples: Samples) -> dict[str, Any]:
         choices = []
-        for piece in await samples.whole():
+        for piece, lists in await self.wholes(samples):
             said = self.hear(piece)
-            content = said.content or (None if said.calls else "")
-            choices.append(self._choice(piece, said, "message", {"role": "assistant", "content": content}))
+            message = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+            choices.append(self._choice(piece, lists, said, "message", message))
         answer = self.envelope(choices, is_chunk=False) | self.usage(samples)
         if self.body.return_token_ids:
             answer["prompt_token_ids"] = self._prompt
@@ -137,7 +138,7 @@ class ChatAnswer(OpenAIAnswer):
         delta: dict[str, Any] = {} if is_started else {"role": "assistant"}
         if said.content or not is_started:
             delta["content"] = said.content
-        chunk = self.envelope([self._choice(piece, said, "delta", delta)], is_chunk=True)
+        chunk = self.envelope([self._choice(piece, self.lists(piece), said, "delta", delta)], is_chunk=True)
         if is_first and self.body.return_token_ids:
             chunk["prompt_token_ids"] = self._prompt
         return chunk
@@ -145,15 +146,21 @@ class ChatAnswer(OpenAIAnswer):
     def hear(self, piece: Piece, *, in_parts: bool = False) -> Said:
         return self._samples[piece.index].feed(piece, in_parts=in_parts)
 
-    def _choice(self, piece: Piece, said: Said, kind: str, message: dict[str, Any]) -> dict[str, Any]:
+    def lists(self, piece: Piece) -> dict[str, Any]:
+        if not self.body.logprobs:
+            return super().lists(piece)
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return super().lists(piece) | {"content": logprob_entries(self.state.codec, piece, as_ids=as_ids)}
+
+    def _choice(
+        self, piece: Piece, lists: dict[str, Any], said: Said, kind: str, message: dict[str, Any]
+    ) -> dict[str, Any]:
         """`kind`: what the message is called, a delta or a whole one."""
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
         if said.calls:
             message["tool_calls"] = said.calls
-        choice = self.choice(piece) | {"finish_reason": said.finish_reason, kind: message}
+        choice = self.choice(piece, lists) | {"finish_reason": said.finish_reason, kind: message}
         if self.body.logprobs:
-            as_ids = bool(self.body.return_tokens_as_token_ids)
-            content = logprob_entries(self.state.codec, piece, as_ids=as_ids)
-            choice["logprobs"] = {"content": content, "refusal": None}
+            choice["logprobs"] = {"content": lists["content"], "refusal": None}
         return choice

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +16,7 @@ from starlette.responses import Response
 
 from rill.inference.base import EmbeddingEngine, Feature
 from rill.inference.base import Request as EngineRequest
-from rill.inference.server.answers import OpenAIAnswer, completion_logprobs, respond
+from rill.inference.server.answers import LOGPROB_LISTS, OpenAIAnswer, completion_logprobs, respond
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes
@@ -53,7 +54,7 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> dict[str, Any]:
     )
     _check_count(state, prompts, "input")
     sequences = [np.asarray(ids, dtype=np.int32) for ids in prompts]
-    with state.admission.admit():
+    with state.admission:
         found = await _read(state, engine.embed, sequences)
     count = sum(map(len, prompts))
     data = [
@@ -96,6 +97,15 @@ class _Answer(OpenAIAnswer):
         self._num_samples = body.n or 1
         self._texts: dict[int, TextStream] = {}
         """By sample, once it has begun."""
+        self._echoed = (
+            [state.codec.decode(prompt) for prompt in prompts] if body.echo else [""] * len(prompts)
+        )
+        self._hears_ahead = state.codec.is_bytes and not body.stops
+        """The text of a whole answer would be the same were it made as its tokens come."""
+        self._num_heard: defaultdict[int, int] = defaultdict(int)
+        """By sample, tokens of a whole answer whose text is made."""
+        self._offsets: dict[int, int] = {}
+        """By sample, where the text of its next token begins."""
 
     def requests(self) -> list[EngineRequest]:
         body = self.body
@@ -115,10 +125,14 @@ class _Answer(OpenAIAnswer):
             # The sampled token's own is always there; greedily it is also the likeliest.
             num_top=0 if body.logprobs == 1 and body.temperature == 0 else body.logprobs,
             top_param="logprobs",
+            is_streamed=self.is_streamed,
         )
 
     async def whole(self, samples: Samples) -> dict[str, Any]:
-        choices = [self._choice(piece) for piece in await samples.whole()] or [
+        choices = [
+            self._choice(piece, lists, self._whole_text(piece), is_first=True)
+            for piece, lists in await self.wholes(samples)
+        ] or [
             {"index": i, "text": "", "finish_reason": "length", "logprobs": None, "stop_reason": None}
             for i in range(len(self.prompts))
         ]
@@ -127,41 +141,68 @@ class _Answer(OpenAIAnswer):
         return self.envelope(choices, is_chunk=False) | self.usage(samples)
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        return self.envelope([self._choice(piece)], is_chunk=True)
+        is_first = piece.index not in self._texts
+        if not is_first:  # the text that is out may be behind its tokens
+            self._offsets[piece.index] = len(self._texts[piece.index].text)
+        choice = self._choice(piece, self.lists(piece), self._hear(piece), is_first=is_first)
+        return self.envelope([choice], is_chunk=True)
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
-        prompt, choice = self.prompts[piece.index // self._num_samples], self.choice(piece)
-        if is_first := piece.index not in self._texts:
+    def lists(self, piece: Piece) -> dict[str, Any]:
+        if self.body.logprobs is None:
+            return super().lists(piece)
+        offset = self._offsets.get(piece.index)
+        if offset is None:
+            offset = len(self._echoed[piece.index // self._num_samples])
+        told, self._offsets[piece.index] = self._logprobs(piece, offset)
+        return super().lists(piece) | told
+
+    def write(self, piece: Piece) -> None:
+        super().write(piece)
+        if self._hears_ahead and piece.completion is None:
+            self._hear(piece)
+            self._num_heard[piece.index] += len(piece.token_ids)
+
+    def _whole_text(self, piece: Piece) -> str:
+        num_heard = self._num_heard[piece.index]
+        if num_heard == len(piece.token_ids):  # its last token too, which may be no text: once more
+            self._texts.pop(piece.index, None)
+            num_heard = 0
+        self._hear(Piece(index=piece.index, completion=piece.completion, **piece.part(num_heard)))
+        return self._texts[piece.index].text
+
+    def _hear(self, piece: Piece) -> str:
+        """The text that became final with it."""
+        if piece.index not in self._texts:
+            prompt = self.prompts[piece.index // self._num_samples]
             self._texts[piece.index] = TextStream(self.state.codec, self.body, before=prompt)
-        stream = self._texts[piece.index]
-        offset = len(stream.text)
-        choice["text"] = stream.hear(piece)
+        return self._texts[piece.index].hear(piece)
+
+    def _choice(self, piece: Piece, lists: dict[str, Any], text: str, *, is_first: bool) -> dict[str, Any]:
+        choice = self.choice(piece, lists) | {"text": text}
         if self.body.logprobs is not None:
-            choice["logprobs"] = self._logprobs(piece, offset)
+            choice["logprobs"] = {name: lists[name] for name in LOGPROB_LISTS}
         if self.body.return_token_ids and is_first:
-            choice["prompt_token_ids"] = prompt
+            choice["prompt_token_ids"] = self.prompts[piece.index // self._num_samples]
         return choice
 
-    def _logprobs(self, piece: Piece, offset: int) -> dict[str, Any]:
+    def _logprobs(self, piece: Piece, offset: int) -> tuple[dict[str, Any], int]:
         as_ids = bool(self.body.return_tokens_as_token_ids)
         return completion_logprobs(self.state.codec, piece, as_ids=as_ids, offset=offset)
 
     async def _prepend_prompts(self, choices: list[dict[str, Any]]) -> None:
         """echo: the prompt's text, and its log-probabilities where they were asked for."""
-        texts = [self.state.codec.decode(prompt) for prompt in self.prompts]
         for choice in choices:
-            choice["text"] = texts[choice["index"] // self._num_samples] + choice["text"]
+            choice["text"] = self._echoed[choice["index"] // self._num_samples] + choice["text"]
         if self.body.logprobs is None:
             return
         scores = await score(self.state, self.prompts, self.body.model)
         for choice in choices:
             prompt_index = choice["index"] // self._num_samples
-            head = self._logprobs(_as_piece(self.prompts[prompt_index], scores[prompt_index]), 0)
+            head, _ = self._logprobs(_as_piece(self.prompts[prompt_index], scores[prompt_index]), 0)
             head["token_logprobs"][0] = head["top_logprobs"][0] = None  # nothing stands before it
-            tail = choice["logprobs"] or {key: [] for key in head}
-            shift = len(texts[prompt_index])
-            tail["text_offset"] = [at + shift for at in tail["text_offset"]]
-            choice["logprobs"] = {key: head[key] + tail[key] for key in head}
+            columns = self._columns[choice["index"]]
+            columns.add(head, in_front=True)
+            choice["logprobs"] = {name: lists for name, lists in columns.whole().items() if name in head}
 
 
 def _as_piece(prompt: Sequence[int], scores: Floats) -> Piece:

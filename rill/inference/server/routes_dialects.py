@@ -7,7 +7,7 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +15,12 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from rill.data.dialects import ANTHROPIC, RESPONSES, Answer, Dialect
-from rill.errors import RillError
 from rill.inference.server.answers import respond
 from rill.inference.server.errors import (
     ApiError,
     bad_request,
     describe_validation,
     error_fields,
-    to_api_error,
 )
 from rill.inference.server.generation import Piece, Samples
 from rill.inference.server.http import Access, Call, Routes
@@ -62,24 +60,25 @@ class _Translated(ChatAnswer):
         self._dialect = dialect
         self._answer = Answer(id=self.id.removeprefix("chatcmpl-"), model=self.model, created=self.created)
         """With what was said so far."""
+        self._stream = dialect.stream(self._answer)
+        self._is_begun = False
 
     async def whole(self, samples: Samples) -> dict[str, Any]:
         for piece in await samples.whole():
             self._hear(piece)
         return self._dialect.whole(self._counted(samples))
 
-    async def events(self, samples: Samples) -> AsyncIterator[bytes]:
-        stream = self._dialect.stream(self._answer)
-        yield stream.begin()
-        try:
-            async for pieces in samples:
-                if told := b"".join(stream.feed(*self._hear(piece)) for piece in pieces):
-                    yield told
-        except (ApiError, RillError) as error:
-            fields = error_fields(to_api_error(error))
-            yield stream.error(fields["message"], fields["type"])
-            return
-        yield stream.end(self._counted(samples))
+    def events(self, pieces: Sequence[Piece], samples: Samples) -> bytes:
+        told = self._begin() + b"".join(self._stream.feed(*self._hear(piece)) for piece in pieces)
+        return told if samples.num_left else told + self._stream.end(self._counted(samples))
+
+    def failure(self, error: ApiError) -> bytes:
+        fields = error_fields(error)
+        return self._begin() + self._stream.error(fields["message"], fields["type"])
+
+    def _begin(self) -> bytes:
+        is_begun, self._is_begun = self._is_begun, True
+        return b"" if is_begun else self._stream.begin()
 
     def _hear(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
         """What came with it: text, and calls that are complete."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from rill.inference.base import Completion, Feature
 from rill.inference.base import Request as EngineRequest
-from rill.inference.server.answers import finish_reason, logprob_entries, respond, usage
+from rill.inference.server.answers import TokenwiseAnswer, finish_reason, logprob_entries, respond, usage
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples, finite
 from rill.inference.server.http import DONE, Access, Call, Routes, event
@@ -57,12 +57,14 @@ async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
     return {"prompt": state.codec.decode(body.tokens, skip_special_tokens=False)}
 
 
-class _Answer:
+class _Answer(TokenwiseAnswer):
     def __init__(self, state: ServerState, body: GenerateBody) -> None:
+        super().__init__()
         self._state, self._body = state, body
         self.name = body.request_id or new_id("gen")
         self.is_streamed = bool(body.stream)
         self._head: dict[str, Any] = {"request_id": self.name, "model": body.model}
+        self._first: dict[str, Any] = {}
 
     def requests(self) -> list[EngineRequest]:
         """A max_tokens beyond the context is cut to it: a trainer asks for "as much as fits"."""
@@ -83,27 +85,36 @@ class _Answer:
             # The sampled token's own is always there: clients send 1 for it.
             num_top=sampling.logprobs if (sampling.logprobs or 0) > 1 else 0,
             top_param="sampling_params.logprobs",
+            is_streamed=self.is_streamed,
         )
+
+    def lists(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "token_ids": piece.token_ids.tolist(),
+            "token_versions": piece.versions.tolist(),
+            "content": logprob_entries(None, piece, as_ids=True),
+        }
 
     async def whole(self, samples: Samples) -> dict[str, Any]:
         num_prompt = len(self._body.token_ids)
         return self._head | {
-            "choices": [_choice(piece, num_prompt) for piece in await samples.whole()],
+            "choices": [_choice(piece, lists, num_prompt) for piece, lists in await self.wholes(samples)],
             "usage": usage(num_prompt, samples),
             "prompt_logprobs": await self._prompt_logprobs(),
         }
 
-    async def events(self, samples: Samples) -> AsyncIterator[bytes]:
-        """The first has the prompt's log-probabilities, where they were asked for."""
+    async def prepare(self) -> None:
+        """The first event has the prompt's log-probabilities, where they were asked for."""
         scores = await self._prompt_logprobs()
-        first = {} if scores is None else {"prompt_logprobs": scores}
-        async for pieces in samples:
-            out = []
-            for piece in pieces:
-                choices = {"choices": [_choice(piece, len(self._body.token_ids))]}
-                out.append(event(self._head | choices | first))
-                first = {}
-            yield b"".join(out if samples.num_left else [*out, DONE])
+        self._first = {} if scores is None else {"prompt_logprobs": scores}
+
+    def events(self, pieces: Sequence[Piece], samples: Samples) -> bytes:
+        out = []
+        for piece in pieces:
+            choices = {"choices": [_choice(piece, self.lists(piece), len(self._body.token_ids))]}
+            out.append(event(self._head | choices | self._first))
+            self._first = {}
+        return b"".join(out if samples.num_left else [*out, DONE])
 
     async def _prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
         body = self._body
@@ -114,12 +125,12 @@ class _Answer:
         return [None, *({str(token_id): {"logprob": logprob}} for token_id, logprob in pairs)]
 
 
-def _choice(piece: Piece, num_prompt: int) -> dict[str, Any]:
+def _choice(piece: Piece, lists: dict[str, Any], num_prompt: int) -> dict[str, Any]:
     return {
         "index": piece.index,
-        "token_ids": piece.token_ids.tolist(),
-        "token_versions": piece.versions.tolist(),
-        "logprobs": {"content": logprob_entries(None, piece, as_ids=True)},
+        "token_ids": lists["token_ids"],
+        "token_versions": lists["token_versions"],
+        "logprobs": {"content": lists["content"]},
         "finish_reason": finish_reason(piece.completion),
         "routed_experts": _experts(piece.completion, num_prompt),
     }

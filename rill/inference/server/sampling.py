@@ -80,6 +80,7 @@ def build_requests(
     max_tokens: int | None,
     num_top: int | None,
     top_param: str,
+    is_streamed: bool,
     clamp_to_context: bool = False,
     guide: Guide | None = None,
     pictures: tuple[Picture, ...] = (),
@@ -98,6 +99,7 @@ def build_requests(
     num_samples, most = body.n or 1, state.config.max_samples
     if num_samples * len(prompts) > most:
         raise bad_request(f"{len(prompts)} prompts × n={num_samples} is more than {most} samples", "n")
+    interval_s = state.generation.interval_s(is_streamed=is_streamed)
     requests = []
     for prompt_index, prompt in enumerate(prompts):
         max_new_tokens = _max_new_tokens(len(prompt), max_tokens, state.engine.max_context, clamp_to_context)
@@ -115,6 +117,7 @@ def build_requests(
                     guide=guide,
                     num_top_logprobs=num_top or 0,
                     pictures=pictures,
+                    delta_interval_s=interval_s,
                 )
             )
     return requests

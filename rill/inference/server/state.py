@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from rill.data.tool_calls import SYNTAXES, detect_syntax
@@ -39,9 +38,8 @@ class Admission:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Holds a place for one generation request while the block runs."""
+    def __enter__(self) -> None:
+        """Takes a place for one generation request."""
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
         if self._max_concurrent and self.num_in_flight >= self._max_concurrent:
@@ -49,12 +47,11 @@ class Admission:
             raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
         self.num_in_flight += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
-            if self.num_in_flight == 0:
-                self._idle.set()
+
+    def __exit__(self, *_: object) -> None:
+        self.num_in_flight -= 1
+        if self.num_in_flight == 0:
+            self._idle.set()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in flight. False when the deadline passed first."""
@@ -79,7 +76,9 @@ class ServerState:
         self.keys = KeyRing(config)
         self.admission = Admission(config.max_concurrent)
         self.metrics = Metrics()
-        self.generation = Generation(engine, self.metrics, config.request_timeout_s, config.stream_interval_s)
+        self.generation = Generation(
+            engine, self.admission, self.metrics, config.request_timeout_s, config.stream_interval_s
+        )
         self.inbox = WeightInbox(engine, model)
         self.started_at = int(time.time())
         self.is_paused = self.is_asleep = False

@@ -22,7 +22,13 @@ from jinja2.exceptions import TemplateError
 from rill.data.pictures import read_parts, template_parts
 from rill.data.tool_calls import held_back
 from rill.errors import DataError
-from rill.inference.native.detokenizer import IncrementalDetokenizer, Memo, plain_decode
+from rill.inference.native.detokenizer import (
+    ByteDetokenizer,
+    IncrementalDetokenizer,
+    Memo,
+    plain_decode,
+    token_bytes,
+)
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece
 from rill.inference.server.schemas import ChatMessage, ChatTemplateBody, SamplingBody
@@ -68,6 +74,7 @@ class TextCodec:
         self.drops_first_space = _SPACE in tokenizer.get_vocab()
         """Of a text: as SentencePiece's decoders do."""
         self._decode = plain_decode(tokenizer)
+        self._token_bytes = token_bytes(tokenizer)
         self._token_texts = Memo(self._token_text)
 
     @property
@@ -119,6 +126,24 @@ class TextCodec:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         with self._lock:
             return self._decode(list(token_ids), skip_special_tokens)
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether a text is its tokens' bytes and no more."""
+        return self._token_bytes is not None
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool, before: Sequence[int]
+    ) -> IncrementalDetokenizer | ByteDetokenizer:
+        """`before`: the prompt of a text that goes on with its own."""
+        if self._token_bytes is not None:
+            return ByteDetokenizer(self._token_bytes[skip_special_tokens])
+        behind = [i for i in before[-_NUM_BEFORE:] if i not in self.special_ids]
+        return IncrementalDetokenizer(
+            lambda ids, skip: self.decode(ids, skip_special_tokens=skip),
+            skip_special_tokens=skip_special_tokens,
+            before=behind if self.drops_first_space else (),
+        )
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
@@ -172,12 +197,8 @@ class TextStream:
         own."""
         self._stop, self._include_stop = body.stops, body.include_stop_str_in_output
         skip_special_tokens = body.skip_special_tokens
-        self._detokenizer = IncrementalDetokenizer(
-            lambda ids, skip: codec.decode(ids, skip_special_tokens=skip),
-            skip_special_tokens=skip_special_tokens and not kept_ids,
-            before=[i for i in before[-_NUM_BEFORE:] if i not in codec.special_ids]
-            if codec.drops_first_space
-            else (),
+        self._detokenizer = codec.detokenizer(
+            skip_special_tokens=skip_special_tokens and not kept_ids, before=before
         )
         # Not left to the decoder: a long run of tokens without text would be decoded again with each of them.
         self._dropped_ids = codec.special_ids - kept_ids if skip_special_tokens else frozenset()
