@@ -165,7 +165,7 @@ async def test_a_token_that_ends_a_text_is_none_of_it_though_it_was_told_before_
             assert on_delta is not None
             return super().submit(requests, lambda delta: on_delta(replace(delta, stop_reason=None)))
 
-    path, body = ASKED["text alone"]
+    path, body = "/v1/completions", {"prompt": PROMPTS[0]} | SHARED
     tokenizer = byte_tokenizer()
     at_once = await ask(Parts(None, end=StopReason.STOP), path, body, tokenizer)
     early = await ask(Early(100, end=StopReason.STOP), path, body, tokenizer)

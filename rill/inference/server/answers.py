@@ -37,6 +37,8 @@ class Answer(Protocol):
     name: str
     """What /abort_requests calls it, for the same caller."""
     is_streamed: bool
+    writes_tokens: bool
+    """Whether it tells of each token, and so does well to hear of them before the end."""
 
     def requests(self) -> list[Request]: ...
 
@@ -107,6 +109,7 @@ class OpenAIAnswer(TokenwiseAnswer):
         self.id = new_id(self.prefix)
         self.name = body.request_id or self.id
         self.is_streamed = bool(body.stream)
+        self.writes_tokens = bool(body.return_token_ids)
         self.created = int(time.time())
         self.model = body.model or state.config.model_name
         if body.stream_options is not None and not body.stream:
@@ -159,9 +162,12 @@ class OpenAIAnswer(TokenwiseAnswer):
 async def respond(call: Call, answer: Answer) -> Response:
     """Admitted, run, and answered. The place that admission gave is held until the answer is made, or the stream has
     ended or lost its client."""
-    name = (call.caller, answer.name)
     samples = call.state.generation.submit(
-        answer.requests(), name, call.receive, is_streamed=answer.is_streamed
+        answer.requests(),
+        (call.caller, answer.name),
+        call.receive,
+        is_streamed=answer.is_streamed,
+        in_parts=answer.writes_tokens,
     )
 
     async def next_events() -> tuple[bytes, bool]:

@@ -185,10 +185,16 @@ class Generation:
         return self.hub.interval_s if is_streamed else _AHEAD_INTERVAL_S
 
     def submit(
-        self, requests: Sequence[Request], name: tuple[str, str], receive: Receive, *, is_streamed: bool
+        self,
+        requests: Sequence[Request],
+        name: tuple[str, str],
+        receive: Receive,
+        *,
+        is_streamed: bool,
+        in_parts: bool,
     ) -> Samples:
         """Their samples, to be waited for, and closed. `receive`: of the client, who has nothing more to say but that
-        it leaves."""
+        it leaves. `in_parts`: what is not streamed is heard of before its end too."""
         self._admission.__enter__()
         hub, samples = self.hub, Samples(self, requests, receive)
         if is_streamed:
@@ -197,7 +203,8 @@ class Generation:
         if not self._is_looking:
             self._look()
         try:
-            futures = self._engine.submit(requests, hub.push if is_streamed else samples.gather)
+            on_delta = hub.push if is_streamed else samples.gather if in_parts else None
+            futures = self._engine.submit(requests, on_delta)
         except BaseException:
             self.close(samples)
             raise

@@ -569,4 +569,6 @@ def _kept(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
 def _recorded(flight: Flight) -> Request:
     """As the replica gets it. What nobody streams is told late and in bulk: enough to continue from."""
     request = flight.next_request()
-    return request if flight.on_delta is not None else replace(request, delta_interval_s=RECORD_WAIT_S)
+    if flight.on_delta is not None or request.delta_interval_s:
+        return request
+    return replace(request, delta_interval_s=RECORD_WAIT_S)

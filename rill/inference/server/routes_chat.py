@@ -88,6 +88,7 @@ class ChatAnswer(OpenAIAnswer):
         if body.tool_choice not in (None, "none") and not body.tools:
             raise bad_request("tool_choice needs tools", "tool_choice")
         self.body: ChatBody = body
+        self.writes_tokens |= bool(body.logprobs)
         self._prompt, self._pictures = prompt, pictures
         has_tools = bool(body.tools) and body.tool_choice != "none"
         end = state.codec.decode(prompt[-8:], skip_special_tokens=False) if state.has_reasoning else ""

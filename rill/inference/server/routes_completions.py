@@ -94,6 +94,7 @@ class _Answer(OpenAIAnswer):
     def __init__(self, state: ServerState, body: CompletionBody, prompts: list[list[int]]) -> None:
         super().__init__(state, body, prompts)
         self.body: CompletionBody = body
+        self.writes_tokens |= body.logprobs is not None
         self._num_samples = body.n or 1
         self._texts: dict[int, TextStream] = {}
         """By sample, once it has begun."""

@@ -58,6 +58,7 @@ class _Translated(ChatAnswer):
     def __init__(self, dialect: Dialect, *asked: Any) -> None:
         super().__init__(*asked)
         self._dialect = dialect
+        self.writes_tokens = False
         self._answer = Answer(id=self.id.removeprefix("chatcmpl-"), model=self.model, created=self.created)
         """With what was said so far."""
         self._stream = dialect.stream(self._answer)

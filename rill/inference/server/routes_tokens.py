@@ -62,7 +62,7 @@ class _Answer(TokenwiseAnswer):
         super().__init__()
         self._state, self._body = state, body
         self.name = body.request_id or new_id("gen")
-        self.is_streamed = bool(body.stream)
+        self.is_streamed, self.writes_tokens = bool(body.stream), True
         self._head: dict[str, Any] = {"request_id": self.name, "model": body.model}
         self._first: dict[str, Any] = {}
 
