@@ -179,7 +179,7 @@ class BlockManager:
         return keys
 
     def _keys_of_run(self, parent: bytes, tokens: bytes) -> list[bytes]:
-        """Of RUN blocks that come after the parent."""
+        """Of up to RUN blocks that come after the parent."""
         name = parent + tokens
         found = self._runs.get(name)
         if found is not None:

@@ -114,9 +114,8 @@ class IncrementalDetokenizer:
         if is_last:
             return text[len(self._before) :]
         first = max(self._num_out, end - MAX_PARTIAL)
-        while (
-            text.endswith(INCOMPLETE) and end > first
-        ):  # what comes before half a character does not wait for it
+        # What comes before half a character does not wait for it.
+        while text.endswith(INCOMPLETE) and end > first:
             end -= 1
             text = self._decode(self._ids[:end], self._skip)
         if end > self._num_out and text.endswith(INCOMPLETE):
