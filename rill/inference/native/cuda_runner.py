@@ -39,12 +39,13 @@ from rill.inference.native.model_runner import (
 from rill.inference.native.prompt_graphs import PromptGraphs
 from rill.inference.native.sampler import SamplingBatch, likeliest, resample_masked
 from rill.inference.native.triton_sampler import TritonSampler
+from rill.models.decode import hopper
 from rill.models.decode.attention_paged import PagedBatch
 from rill.models.decode.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, work_in_runs
 from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
 from rill.models.decode.one_launch import MAX_ROWS as MAX_LAUNCH_ROWS
 from rill.models.decode.one_launch import OneLaunch
-from rill.models.decode.skinny import MAX_ROWS, SkinnyStages
+from rill.models.decode.skinny import MAX_ROWS, SkinnyStages, WideStages
 from rill.models.ops import triton_experts
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.triton_decode import DecodeAttention
@@ -88,6 +89,7 @@ class CudaRunner(ModelRunner):
         self.use_kernels(TritonKernels(decode), fast_path=config.fast_path)
         self._skinny: SkinnyStages | None = None
         self._one_launch: OneLaunch | None = None
+        self._wide: WideStages | None = None
         decoder, weight = self.decoder, self.head.weight
         # Its kernels join a product with what follows, and between ranks a sum comes in between.
         is_alone = self.shards is None and not batch_invariant
@@ -144,7 +146,7 @@ class CudaRunner(ModelRunner):
     def prepare(self) -> None:
         """Graphs are captured before the first request."""
         if self.uses_graphs:
-            self._one_launch = self._find_one_launch()
+            self._one_launch, self._wide = self._find_one_launch(), self._find_wide()
             try:
                 self._graphs.capture_all()
                 self._prompts.capture_all()
@@ -167,6 +169,19 @@ class CudaRunner(ModelRunner):
             return one
         except EngineError as error:
             logger.warning("steps of few rows are launched kernel by kernel, which is slower: %s", error)
+            return None
+
+    def _find_wide(self) -> WideStages | None:
+        if self._skinny is None or self.decoder is None or self.max_num_seqs <= MAX_ROWS:
+            return None
+        if not WideStages.supports(self.decoder, self.device):
+            return None
+        wide = WideStages(self.decoder)
+        try:
+            wide.check()
+            return wide
+        except EngineError as error:
+            logger.warning("steps of many rows have the library's products, which are slower: %s", error)
             return None
 
     def leave_thread(self) -> None:
@@ -275,7 +290,7 @@ class CudaRunner(ModelRunner):
 
     def use_modules(self) -> None:
         super().use_modules()
-        self._skinny = self._one_launch = None
+        self._skinny = self._one_launch = self._wide = None
 
     def _adapter_numbers(self, batch: StepBatch) -> tuple[bool, Array | None]:
         """Whether a graph may compute this batch, and each row's adapter, where any has one."""
@@ -312,6 +327,9 @@ class CudaRunner(ModelRunner):
             else:
                 hidden_NE = self.decoder(known, positions_N, paged, self.cache, stages=skinny)
             return self.logit_rule(skinny.logits(hidden_NE))
+        if self._wide is not None and adapters_N is None and len(ids_N) <= hopper.MAX_ROWS:
+            assert self.decoder is not None
+            return self.logits(self.decoder(known, positions_N, paged, self.cache, stages=self._wide))
         return self.logits(self._hidden(known, positions_N, paged, adapters_N))
 
     def _hidden_of(self, ids_N: torch.Tensor, positions_N: torch.Tensor, paged: PagedBatch) -> torch.Tensor:

@@ -6,6 +6,8 @@ A decode step of up to MAX_ROWS sequences does little arithmetic and reads every
 products leave unused there, and the gaps between launches, cost more than half of such a step (docs/benchmarks.md).
 The arithmetic is that of rill.models.decode.decoder.KernelStages, up to the order in which a product is summed.
 
+Steps of more rows have the same stages on Hopper, with other products (rill.models.decode.hopper).
+
 Called by rill.inference.native.cuda_runner for captured decode steps. Axes: B row, E hidden size, V vocabulary.
 """
 
@@ -14,9 +16,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rill.errors import EngineError
+from rill.models.decode import hopper
 from rill.models.decode.attention_paged import CacheRows
 from rill.models.decode.decoder import Decoder, KernelStages
 from rill.models.decode.structure import MLP, Layer, Norm, Projection
+from rill.models.eager import TOLERANCES
 from rill.models.ops.fp8 import FP8, Activations, Fp8Rows, ProductScales, values_and_scales
 from rill.models.ops.triton_kernels import add_norm
 from rill.models.ops.triton_skinny import ProductShape, product, turn_parts
@@ -114,6 +119,55 @@ class SkinnyStages(KernelStages):
             num_warps=4,
             prefetch_bytes=per_row,
         )
+
+
+class WideStages(KernelStages):
+    """For batches of one token a row, of more than MAX_ROWS and up to hopper.MAX_ROWS rows; logits are as ever."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder.ops, decoder.ops.linear)
+        self._decoder = decoder
+
+    @staticmethod
+    def supports(decoder: Decoder, device: torch.device) -> bool:
+        """Of decoders that SkinnyStages support."""
+        if torch.cuda.get_device_capability(device) != (9, 0):
+            return False  # others have no such tensor cores
+        weights = [p.weight for layer in decoder.layers for p in layer.projections]
+        return all(weight is not None and hopper.multiplies(weight) for weight in weights)
+
+    def check(self) -> None:
+        """Raise where the first layer's MLP is another than with the library's products, or the source does not
+        compile."""
+        mlp = self._decoder.layers[0].mlp
+        assert isinstance(mlp, MLP) and mlp.gate_up.weight is not None
+        weight, rows = mlp.gate_up.weight, hopper.MAX_ROWS
+        x = torch.arange(rows * weight.shape[1], device=weight.device).sin().to(weight.dtype).view(rows, -1)
+        plain = KernelStages(self._ops, self._linear)
+        wanted = plain.project(mlp.down, plain.gated(x, mlp)).float()
+        error = (_parts(self.gated(x, mlp), mlp.down).sum(0) - wanted).norm()
+        if not error <= TOLERANCES[weight.dtype] * wanted.norm():
+            raise EngineError(
+                f"products for {rows} rows are {error:.2g} off the library's {wanted.norm():.2g}"
+            )
+
+    def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> Tensor:
+        return turn_parts(_parts(x, layer.qkv), layer.qkv.bias, rows, layer.call.num_heads, layer.head_norms)
+
+    def gated(self, x: Activations, mlp: MLP) -> Tensor:
+        return _parts(x, mlp.gate_up, is_gelu=mlp.is_gelu)[0]
+
+    def multiplied(
+        self, projection: Projection, x: Activations, *, is_whole: bool, may_be_parts: bool = False
+    ) -> tuple[Tensor, tuple[ProductScales, ...]]:
+        if not may_be_parts:
+            return super().multiplied(projection, x, is_whole=is_whole)
+        return _parts(x, projection), (ProductScales(None, None, projection.bias),)
+
+
+def _parts(x: Activations, projection: Projection, is_gelu: bool | None = None) -> Tensor:
+    assert isinstance(x, Tensor) and projection.weight is not None
+    return hopper.product(x, projection.weight, is_gelu=is_gelu)
 
 
 def _is_plain(layer: Layer) -> bool:

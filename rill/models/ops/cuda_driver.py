@@ -2,6 +2,8 @@
 
     kernel = CudaKernel(source, "name", {"MACRO": 1})    compiled once per machine and kept in the user's cache folder
     kernel.launch(blocks, threads, argument)             on torch's current stream; can be captured in a graph
+    kernel.launch_early(grid, threads, argument)         the same, overlapping the kernel before
+    tensor_map(tensor, sizes, strides, box)              how the copy engine finds tiles of a tensor
 
 The compiler, NVRTC, comes with torch's CUDA builds. Sources include no headers, so nothing else has to be installed.
 """
@@ -12,7 +14,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ from rill.models.packaged import cache_folder
 
 _MAX_DYNAMIC_MEMORY = 8
 """A function's attribute."""
-_COOPERATIVE, _CLUSTER = 2, 4
-"""A launch's: all blocks run at one time or none does; blocks to a cluster."""
+_COOPERATIVE, _CLUSTER, _EARLY = 2, 4, 6
+"""A launch's: all blocks run at one time or none does; blocks to a cluster; it may begin before the one before ends."""
+_BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3
+"""A tensor map's: its numbers, how they lie in shared memory, how many bytes are read into the second cache."""
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -59,33 +63,58 @@ class CudaKernel:
     def max_clusters(self, num_threads: int) -> int:
         """That run at one time."""
         found = ctypes.c_int()
-        config, _ = self._config(self._cluster, num_threads, is_cooperative=False)
+        config, _ = self._config((self._cluster, 1, 1), num_threads, None)
         call_driver("cuOccupancyMaxActiveClusters", ctypes.byref(found), self._function, ctypes.byref(config))
         return found.value
 
     def launch(self, num_blocks: int, num_threads: int, argument: ctypes.Structure) -> None:
         """All blocks at one time: they may wait for each other."""
-        config, _attributes = self._config(num_blocks, num_threads, is_cooperative=True)
+        self._launch(self._config((num_blocks, 1, 1), num_threads, _COOPERATIVE), argument)
+
+    def launch_early(self, grid: tuple[int, int, int], num_threads: int, argument: ctypes.Structure) -> None:
+        """Perhaps while the kernel before still runs: it waits for that by itself, where it has to."""
+        self._launch(self._config(grid, num_threads, _EARLY), argument)
+
+    def _launch(self, made: tuple[_LaunchConfig, Any], argument: ctypes.Structure) -> None:
+        config, _attributes = made
         config.stream = torch.cuda.current_stream().cuda_stream
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         call_driver("cuLaunchKernelEx", ctypes.byref(config), self._function, arguments, None)
 
     def _config(
-        self, num_blocks: int, num_threads: int, *, is_cooperative: bool
+        self, grid: tuple[int, int, int], num_threads: int, attribute: int | None
     ) -> tuple[_LaunchConfig, Any]:
         attributes = (_LaunchAttribute * 2)()
         attributes[0].id, attributes[0].value[:3] = _CLUSTER, (self._cluster, 1, 1)
-        attributes[1].id, attributes[1].value[0] = _COOPERATIVE, int(is_cooperative)
-        config = _LaunchConfig(
-            (num_blocks, 1, 1), (num_threads, 1, 1), self._memory_bytes, None, attributes, 2
-        )
+        if attribute is not None:
+            attributes[1].id, attributes[1].value[0] = attribute, 1
+        count = 1 if attribute is None else 2
+        config = _LaunchConfig(grid, (num_threads, 1, 1), self._memory_bytes, None, attributes, count)
         return config, attributes
+
+
+def tensor_map(
+    tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> bytes:
+    """Where the copy engine finds boxes of a bf16 tensor, whose rows of 128 bytes it swizzles; what lies outside is
+    zero. Innermost axis first; `strides`: of the other axes, in numbers."""
+    rank = len(sizes)
+    room = ctypes.create_string_buffer(128 + 63)
+    aligned = (ctypes.addressof(room) + 63) // 64 * 64
+    many, words = ctypes.c_ulonglong, ctypes.c_uint
+    call_driver(
+        "cuTensorMapEncodeTiled", ctypes.c_void_p(aligned), _BFLOAT16, rank, ctypes.c_void_p(tensor.data_ptr()),
+        (many * rank)(*sizes), (many * (rank - 1))(*(2 * stride for stride in strides)), (words * rank)(*box),
+        (words * rank)(*[1] * rank), 0, _SWIZZLE_128, _PROMOTE_256, 0,
+    )  # fmt: skip
+    return ctypes.string_at(aligned, 128)
 
 
 def _compiled(source: str, macros: list[str]) -> bytes:
     """For the current device."""
     major, minor = torch.cuda.get_device_capability()
-    options = ["--std=c++17", f"--gpu-architecture=sm_{major}{minor}", *macros]
+    specific = "a" if major == 9 else ""  # with what only this architecture has: its tensor cores' tiles
+    options = ["--std=c++17", f"--gpu-architecture=sm_{major}{minor}{specific}", *macros]
     identity = hashlib.sha256("\0".join([source, *options, torch.version.cuda or ""]).encode())
     path = cache_folder() / f"kernel-{identity.hexdigest()[:16]}.cubin"
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -65,10 +67,12 @@ def test_a_gated_product_is_its_two_products_and_the_activation(
     assert error(found, act * up) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("num_seqs", [17, 150], ids=["few", "wide"])
 @pytest.mark.parametrize("has_post_norm", [False, True])
 @torch.no_grad()
-def test_sampled_by_few_rows_and_scored_by_many_is_the_same(has_post_norm: bool) -> None:
-    """A model wide enough for real tiles, through the path for few rows (sampling) and the one for many (scoring)."""
+def test_sampled_by_few_rows_and_scored_by_many_is_the_same(has_post_norm: bool, num_seqs: int) -> None:
+    """A model wide enough for real tiles, through the path for few rows, or for some more (sampling), and the one for
+    many (scoring)."""
     from rill.inference.native.engine import NativeEngine
     from rill.models.loading import ModelConfig
     from tests.inference.native_models import SHAPES, prompts, request
@@ -78,13 +82,16 @@ def test_sampled_by_few_rows_and_scored_by_many_is_the_same(has_post_norm: bool)
     }  # fmt: skip
     engine = NativeEngine(
         NativeEngine.Config(
-            model=ModelConfig(shape=shape | {"max_position_embeddings": 512}), device="cuda", num_kv_blocks=200,
-            max_num_seqs=20, max_batched_tokens=512,
+            model=ModelConfig(shape=shape | {"max_position_embeddings": 512}), device="cuda", num_kv_blocks=600,
+            max_num_seqs=num_seqs + 3, max_batched_tokens=512,
         )
     )  # fmt: skip
     try:
-        assert engine._runner._skinny is not None  # type: ignore[attr-defined]
-        inputs = prompts((40, 300, 7, 129, *([5] * 13)), seed=3)
+        runner: Any = engine._runner
+        is_wide = num_seqs > 64 and torch.cuda.get_device_capability() == (9, 0)
+        assert runner._skinny is not None
+        assert (runner._wide is not None) is is_wide
+        inputs = prompts((40, 300, 7, 129, *([5] * (num_seqs - 4))), seed=3)
         batch = [request(i, p, max_new_tokens=24, seed=i, temperature=1.0) for i, p in enumerate(inputs)]
         done = engine.generate(batch, timeout_s=110)
         whole = [np.concatenate([p, c.token_ids]) for p, c in zip(inputs, done)]
