@@ -1,10 +1,10 @@
 """The native engine on one H200: how fast is it, where does the time go.
 
-    python benchmarks/inference_h200.py [--steps 4] [--only fixed,profile,few,tail,narrow,groups,update,memory,growth,…]
+    python benchmarks/inference_h200.py [--steps 4] [--only fixed,profile,few,wide,tail,narrow,groups,update,…]
 
 Prints one JSON line per result. The model has the shape of Qwen2.5-1.5B with random bf16 weights. Bounds are taken
-from the bytes and operations that the work needs and the rates measured on the first card (4.27 TB/s, 771 TFLOP/s);
-`ceilings` measures those of the card at hand, which differ by some percent from one to the next.
+from the bytes and operations that the work needs and the rates measured on the first card (4.27 TB/s, 771 TFLOP/s).
+Cards differ: after `ceilings`, which measures those of the card at hand, `share_here` is by them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import resource
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,16 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936, "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }  # fmt: skip
-BYTES_PER_S, FLOP_PER_S = 4.27e12, 771e12
+
+
+class Rates(NamedTuple):
+    bytes_per_s: float
+    flop_per_s: float
+
+
+FIRST_CARD = Rates(4.27e12, 771e12)
+rates = {"share": FIRST_CARD}
+"""And of the card at hand, once they are measured."""
 NUM_PARAMETERS = 1.544e9
 KV_BYTES_PER_TOKEN = 28 * 2 * 2 * 128 * 2
 
@@ -82,12 +91,17 @@ def timed(engine: NativeEngine, batch: list[Request]) -> tuple[float, int]:
     return time.perf_counter() - start, sum(len(c.token_ids) for c in done)
 
 
-def bound_s(num_seqs: int, prompt: int, new: int) -> float:
+def bound_s(num_seqs: int, prompt: int, new: int, card: Rates) -> float:
     """Every step reads the weights once and each sequence's cache; prompts are matrix work."""
-    prefill = 2 * NUM_PARAMETERS * num_seqs * prompt / FLOP_PER_S
-    step = max(2 * NUM_PARAMETERS / BYTES_PER_S, 2 * NUM_PARAMETERS * num_seqs / FLOP_PER_S)
-    cache = num_seqs * (prompt + new / 2) * KV_BYTES_PER_TOKEN / BYTES_PER_S
+    prefill = 2 * NUM_PARAMETERS * num_seqs * prompt / card.flop_per_s
+    step = max(2 * NUM_PARAMETERS / card.bytes_per_s, 2 * NUM_PARAMETERS * num_seqs / card.flop_per_s)
+    cache = num_seqs * (prompt + new / 2) * KV_BYTES_PER_TOKEN / card.bytes_per_s
     return prefill + new * (step + cache)
+
+
+def shares(rate: float, num_tokens: int, bound: Callable[[Rates], float]) -> dict[str, float]:
+    """Of tokens/s, by the seconds that a card would need at least."""
+    return {name: round(rate * bound(card) / num_tokens, 3) for name, card in rates.items()}
 
 
 def ceilings() -> None:
@@ -95,9 +109,10 @@ def ceilings() -> None:
     x = torch.randn(8192, 8192, device="cuda").bfloat16()
     big = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     copied = torch.empty_like(big)
+    found = []
     for name, call, work in (
-        ("TFLOP/s of a bf16 product", lambda: x @ x, 2 * 8192**3 / 1e12),
-        ("TB/s of a copy", lambda: copied.copy_(big), 2 * big.numel() / 1e12),
+        ("TB/s of a copy", lambda: copied.copy_(big), 2 * big.numel()),
+        ("TFLOP/s of a bf16 product", lambda: x @ x, 2 * 8192**3),
     ):
         start = time.perf_counter()
         while time.perf_counter() - start < 1.0:
@@ -109,7 +124,9 @@ def ceilings() -> None:
             call()
         end.record()
         torch.cuda.synchronize()
-        report(ceiling=name, measured=round(work * 40 / (begin.elapsed_time(end) / 1000), 2))
+        found.append(work * 40 / (begin.elapsed_time(end) / 1000))
+        report(ceiling=name, measured=round(found[-1] / 1e12, 2))
+    rates["share_here"] = Rates(*found)
 
 
 def fixed(engine: NativeEngine) -> float:
@@ -120,12 +137,11 @@ def fixed(engine: NativeEngine) -> float:
             engine, requests(random_prompts(256, 128, 2 + attempt), [256] * 256, f"run{attempt}")
         )
         best = max(best, tokens / seconds)
-    bound = 256 * 256 / bound_s(256, 128, 256)
     report(
         result="fixed 256 x 128 + 256",
         tokens_per_s=round(best),
-        bound=round(bound),
-        share=round(best / bound, 3),
+        bound=round(256 * 256 / bound_s(256, 128, 256, FIRST_CARD)),
+        **shares(best, 256 * 256, lambda card: bound_s(256, 128, 256, card)),
     )
     timed(engine, requests(random_prompts(8, 128, 8), [4] * 8, "warm-filter", top_p=0.9))
     for index, options in enumerate(({"top_p": 0.95}, {"top_k": 50, "top_p": 0.95})):
@@ -200,6 +216,23 @@ def few(engine: NativeEngine) -> None:
     runner._graphs.drop()
 
 
+def wide(engine: NativeEngine) -> None:
+    """Steps of 65 to 256 rows with our own products and with the library's, by turns."""
+    runner: Any = engine._runner
+    own, ways = runner._wide, ("our products", "the library's")
+    least: dict[str, dict[int, float]] = {way: {} for way in ways}
+    for _ in range(3):
+        for way in ways:
+            runner._wide = own if way == "our products" else None
+            runner._graphs.drop()
+            for count in (96, 128, 192, 256):
+                least[way][count] = min(step_ms(engine, count), least[way].get(count, 1e9))
+    runner._wide = own
+    runner._graphs.drop()
+    for way in ways:
+        report(result=f"decode steps by rows, {way}, least of three", ms=least[way])
+
+
 def log_normal_lengths() -> list[int]:
     rng = np.random.default_rng(0)
     sigma = 1.0
@@ -233,13 +266,14 @@ def one_tail(engine: NativeEngine, lengths: list[int], num_slots: int, tag: str,
     sustained = (engine.stats().num_generated_tokens - begin.num_generated_tokens) / queued_s
     [f.result(timeout=300) for f in futures]
     seconds = time.perf_counter() - start
-    bound = sum(lengths) / tail_bound_s(lengths, num_slots, 128)
     report(
         result=f"log-normal lengths, {len(lengths)} requests, {num_slots} slots",
         tokens_per_s=round(sum(lengths) / seconds),
         of_fixed=round(sum(lengths) / seconds / fixed_rate, 3) if fixed_rate else None,
-        bound=round(bound),
-        share=round(sum(lengths) / seconds / bound, 3),
+        bound=round(sum(lengths) / tail_bound_s(lengths, num_slots, 128, FIRST_CARD)),
+        **shares(
+            sum(lengths) / seconds, sum(lengths), lambda card: tail_bound_s(lengths, num_slots, 128, card)
+        ),
         seconds=round(seconds, 2),
         seconds_until_the_queue_was_empty=round(queued_s, 2),
         tokens_per_s_until_then=round(sustained),
@@ -249,16 +283,16 @@ def one_tail(engine: NativeEngine, lengths: list[int], num_slots: int, tag: str,
     )
 
 
-def tail_bound_s(lengths: list[int], num_slots: int, prompt: int) -> float:
+def tail_bound_s(lengths: list[int], num_slots: int, prompt: int, card: Rates) -> float:
     """Requests start in order as slots become free; a step costs what it must read and multiply, nothing else."""
     left, context, waiting, seconds = np.zeros(0, int), np.zeros(0, int), list(lengths), 0.0
     while len(left) or waiting:
         started, waiting = waiting[: num_slots - len(left)], waiting[num_slots - len(left) :]
         left = np.concatenate([left, np.array(started, dtype=int)])
         context = np.concatenate([context, np.full(len(started), prompt)])
-        work = 2 * NUM_PARAMETERS * (len(left) + len(started) * (prompt - 1)) / FLOP_PER_S
-        seconds += max(2 * NUM_PARAMETERS / BYTES_PER_S, work)
-        seconds += float(context.sum()) * KV_BYTES_PER_TOKEN / BYTES_PER_S
+        work = 2 * NUM_PARAMETERS * (len(left) + len(started) * (prompt - 1)) / card.flop_per_s
+        seconds += max(2 * NUM_PARAMETERS / card.bytes_per_s, work)
+        seconds += float(context.sum()) * KV_BYTES_PER_TOKEN / card.bytes_per_s
         left, context = left - 1, context + 1
         left, context = left[left > 0], context[left > 0]
     return seconds
@@ -486,7 +520,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--only",
-        default="ceilings,fixed,profile,few,tail,narrow,groups,cascade,update,memory,growth,invariant,speculation,fp8",
+        default="ceilings,fixed,profile,few,wide,tail,narrow,groups,cascade,update,memory,growth,invariant,speculation,fp8",
     )
     parser.add_argument("--steps", type=int, default=4, help="num_scheduler_steps: 1 is a step to a turn")
     arguments = parser.parse_args()
@@ -516,6 +550,7 @@ def main() -> None:
         "fixed": fixed_part,
         "profile": lambda: profile(engine),
         "few": lambda: few(engine),
+        "wide": lambda: wide(engine),
         "tail": lambda: tail(engine, rate),
         "narrow": lambda: narrow(engine, rate),
         "groups": lambda: groups(engine),
