@@ -88,8 +88,8 @@ def advantage_batch(
     penalties = _penalties(found, filters)
     lengths = torch.tensor([t.num_tokens for t in found], dtype=torch.int64)
     is_spread = any(t.rewards is not None for t in found)
-    whole = [t for t in found if t.error is None] or found  # what failed may have no parts
-    names = sorted(set.intersection(*(set(t.reward_parts) for t in whole))) if found else []
+    whole = [set(t.reward_parts) for t in found if t.error is None]  # what failed may have no parts
+    names = set.intersection(*whole) if whole else {name for t in found for name in t.reward_parts}
     return AdvantageBatch(
         mask_N=_flat([mask.astype(np.float32) for mask in masks]),
         seq_N=torch.repeat_interleave(torch.arange(len(found)), lengths),
@@ -98,7 +98,8 @@ def advantage_batch(
         group_S=_numbers([(t.group_id, t.agent) for t in found]),
         episode_S=_numbers([(_episode(t), t.agent) for t in found]),
         lengths_S=_column([float(np.count_nonzero(t.loss_mask)) for t in found]),
-        parts_S={name: _column([t.reward_parts.get(name, 0.0) for t in found]) for name in names},
+        parts_S={name: _column([t.reward_parts.get(name, 0.0) for t in found]) for name in sorted(names)},
+        is_scored=bool(whole),
         greedy_rewards_S=_greedy(found),
         token_rewards_N=_flat(
             [placed_rewards(t, m, p) for t, m, p in zip(found, masks, penalties, strict=True)]

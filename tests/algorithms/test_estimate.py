@@ -122,6 +122,12 @@ def test_a_failed_answer_that_is_trained_on_has_nothing_of_the_parts_that_it_lac
     advantage = {"type": "gdpo", "weights": {"accuracy": 1.0, "format": 1.0}}
     found = filled(algorithm(advantage=advantage, filters=filters), *members)
     assert found[0].advantages[-1] > found[1].advantages[-1] > found[2].advantages[-1]
+    # Also where no answer was scored at all.
+    for settings in (advantage, {"type": "gdpo"}):
+        found = filled(algorithm(advantage=settings, filters=filters), *members[1:])
+        assert found[0].advantages[-1] > 0 > found[1].advantages[-1]
+        found = filled(algorithm(advantage=settings, filters=filters), *2 * members[2:])
+        assert scalars(found) == [0.0, 0.0]
 
 
 def test_a_group_of_several_agents_is_judged_by_the_first_of_each_episode():

@@ -52,6 +52,8 @@ class AdvantageBatch:
     """Trained tokens before any were masked. None: those of the mask."""
     parts_S: Mapping[str, Tensor] = field(default_factory=dict)
     """The parts of the reward by name."""
+    is_scored: bool = True
+    """False: every sequence failed, and parts that are not there are 0."""
     greedy_rewards_S: Tensor | None = None
     """The reward of the greedy answer to the sequence's prompt."""
     token_rewards_N: Tensor | None = None

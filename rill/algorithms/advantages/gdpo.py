@@ -34,13 +34,13 @@ class GDPO(TokenAdvantage):
         """A_i = whiten over all episodes of Σ_k w_k (r_ik − mean_g r_k) / (std_g r_k + ε)."""
         weights = self.config.weights or dict.fromkeys(batch.parts_S, 1.0)
         missing = sorted(weights.keys() - batch.parts_S.keys())
-        if batch.num_seqs and (missing or not weights):
+        if batch.is_scored and (missing or not weights):
             raise InvalidSampleError(
                 f"gdpo weighs the parts {sorted(weights) or '(none)'} of the reward, the samples have "
                 f"{sorted(batch.parts_S) or 'none'}: use a mix of rewards, or mend advantage.weights"
             )
         total_S = torch.zeros_like(batch.rewards_S)
-        for name in sorted(weights) if batch.num_seqs else ():
+        for name in sorted(weights.keys() & batch.parts_S.keys()):
             part_S = batch.parts_S[name].to(total_S)
             total_S = total_S + weights[name] * group_standardised(batch, part_S, self.config.epsilon)
         mean, variance = moments(total_S, episode_weights(batch), reduce)
