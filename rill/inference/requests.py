@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -21,26 +21,43 @@ T = TypeVar("T")
 _LEAST = 1e-6
 """Of what logits are divided by. Nearer to 0 they would overflow, and the sampler has only NaN to draw from."""
 
-_RANGES: dict[str, Callable[[float], bool]] = {
-    "max_new_tokens": lambda v: v >= 1,
-    "min_new_tokens": lambda v: v >= 0,
-    "temperature": lambda v: v == 0 or _LEAST <= v < math.inf,
-    "top_k": lambda v: v >= 0,
-    "top_p": lambda v: 0 < v <= 1,
-    "min_p": lambda v: 0 <= v <= 1,
-    "repetition_penalty": lambda v: _LEAST <= v <= 1 / _LEAST,
-    "presence_penalty": lambda v: abs(v) <= 1 / _LEAST,
-    "frequency_penalty": lambda v: abs(v) <= 1 / _LEAST,
+
+_INTEGERS = (int, np.integer)
+_NUMBERS = (*_INTEGERS, float, np.floating)
+
+
+def _is_number(value: Any, least: float, most: float, kinds: Any = _NUMBERS) -> bool:
+    """A bool is none, and NaN lies nowhere."""
+    return isinstance(value, kinds) and not isinstance(value, bool) and bool(least <= value <= most)
+
+
+_is_whole = partial(_is_number, least=0, most=2**31 - 1, kinds=_INTEGERS)
+
+_RANGES: dict[str, Callable[[Any], bool]] = {
+    "sampling.max_new_tokens": partial(_is_whole, least=1),
+    "sampling.min_new_tokens": _is_whole,
+    "sampling.temperature": lambda v: _is_number(v, 0, 1 / _LEAST) and (v == 0 or v >= _LEAST),
+    "sampling.top_k": _is_whole,
+    "sampling.top_p": lambda v: _is_number(v, 0, 1) and v > 0,
+    "sampling.min_p": partial(_is_number, least=0, most=1),
+    "sampling.repetition_penalty": partial(_is_number, least=_LEAST, most=1 / _LEAST),
+    "sampling.presence_penalty": partial(_is_number, least=-1 / _LEAST, most=1 / _LEAST),
+    "sampling.frequency_penalty": partial(_is_number, least=-1 / _LEAST, most=1 / _LEAST),
+    "priority": partial(_is_whole, least=-(2**31)),
+    "num_top_logprobs": _is_whole,
+    "num_generated": _is_whole,
 }
 _ranged = attrgetter(*_RANGES)
-assert _ranged(SamplingParams())
 
 
-@lru_cache(maxsize=1024)
-def _out_of_range(values: tuple[float, ...]) -> str | None:
-    """The first of the names in _RANGES whose value is wrong. Requests of one wave have the same ones."""
+def _out_of_range(*values: object) -> str | None:
+    """The first of the names in _RANGES whose value is wrong."""
     checks = zip(_RANGES.items(), values, strict=True)
     return next((name for (name, is_right), value in checks if not is_right(value)), None)
+
+
+_known_out_of_range = lru_cache(maxsize=1024, typed=True)(_out_of_range)
+"""Requests of one wave have the same ones."""
 
 
 def are_known(requests: Sequence[Request], vocab_size: int) -> bool:
@@ -63,28 +80,38 @@ def check_request(
             f"{who} shows pictures, which this engine does not take: the native engine does, with a Qwen-VL model"
         )
     check_tokens(request, max_tokens=engine.max_context - 1, vocab_size=vocab_size, is_known=is_known)
-    if not 0 <= request.num_generated <= len(request.token_ids):
+    try:
+        wrong = _known_out_of_range(*_ranged(request))
+    except TypeError:  # one cannot be hashed
+        wrong = _out_of_range(*_ranged(request))
+    if wrong is None and not (params.seed is None or _is_number(params.seed, -(2**63), 2**64 - 1, _INTEGERS)):
+        wrong = "sampling.seed"
+    if wrong is not None:
+        value = attrgetter(wrong)(request)
+        raise RequestError(f"{who}: {wrong.removeprefix('sampling.')} cannot be {value!r}")
+    if request.num_generated > len(request.token_ids):
         raise RequestError(
             f"{who}: num_generated is {request.num_generated} of {len(request.token_ids)} tokens"
         )
-    wrong = _out_of_range(_ranged(params))
-    if wrong is not None:
-        raise RequestError(f"{who}: {wrong} cannot be {getattr(params, wrong)!r}")
     if params.min_new_tokens > params.max_new_tokens:
         raise RequestError(
             f"{who}: min_new_tokens is {params.min_new_tokens}, max_new_tokens only {params.max_new_tokens}"
         )
-    if not 0 <= request.num_top_logprobs <= (vocab_size or math.inf):
+    most = 2**31 if vocab_size is None else vocab_size
+    if request.num_top_logprobs > most:
         raise RequestError(
             f"{who}: num_top_logprobs cannot be {request.num_top_logprobs}: the vocabulary has {vocab_size} tokens"
         )
     if "" in params.stop:
         raise RequestError(f"{who}: an empty stop string would match at once")
-    for token in (*params.stop_token_ids, *params.logit_bias):
-        if token < 0 or (vocab_size is not None and token >= vocab_size):
-            raise RequestError(f"{who}: token id {token} is not in the vocabulary of {vocab_size}")
+    for name in ("stop_token_ids", "logit_bias"):
+        for token in getattr(params, name):
+            if not _is_whole(token, most=most - 1):
+                raise RequestError(
+                    f"{who}: {name}: token id {token!r} is not in the vocabulary of {vocab_size}"
+                )
     for token, bias in params.logit_bias.items():
-        if not (abs(bias) <= 1e30 or bias == -math.inf):
+        if not (_is_number(bias, -1e30, 1e30) or bias == -math.inf):
             raise RequestError(
                 f"{who}: logit_bias of token {token} cannot be {bias!r}: give a number, or -inf"
             )

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -415,6 +416,45 @@ def test_a_malformed_request_is_refused_before_anything_is_queued(engine: Native
     with pytest.raises(RequestError):
         engine.submit([good, bad])
     assert engine.stats().num_waiting == engine.stats().num_running == 0
+
+
+_NO_NUMBERS: list[Any] = [float("nan"), float("inf"), -float("inf"), True, "1", None, [1], 1j, 10**400]
+_NOT_WHOLE = [*_NO_NUMBERS, 1.0, 2**31, -(2**31) - 1]
+
+
+def test_numbers_that_are_none_are_refused_by_the_name_of_their_field(engine: NativeEngine) -> None:
+    """Some ended the engine's thread, some were taken for others."""
+    floats = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    wholes = ("max_new_tokens", "min_new_tokens", "top_k")
+    sampling = [
+        *((name, value) for name in floats for value in _NO_NUMBERS),
+        *((name, value) for name in wholes for value in _NOT_WHOLE),
+        *(("seed", value) for value in (*_NO_NUMBERS, 1.0, 2**64, -(2**63) - 1) if value is not None),
+        *(("logit_bias", {5: value}) for value in _NO_NUMBERS if value != -float("inf")),
+        *(("logit_bias", {token: 1.0}) for token in (True, 5.0, "5", None, 10**30, VOCAB)),
+        *(("stop_token_ids", (token,)) for token in (*_NOT_WHOLE, VOCAB)),
+    ]
+    prompt = prompts((5,))[0]
+    found = [(name, value, request("a", prompt, **{name: value})) for name, value in sampling]
+    found += [
+        (name, value, replace(request("a", prompt), **{name: value}))
+        for name in ("priority", "num_top_logprobs", "num_generated")
+        for value in _NOT_WHOLE
+    ]
+    engine.generate([request("good", prompt, top_k=1, min_p=1, max_new_tokens=1)])  # like True, and right
+    for name, value, bad in found:
+        with pytest.raises(RequestError, match=name):
+            engine.submit([bad])
+            pytest.fail(f"{name} = {value!r} was taken")
+    numpys = {
+        "temperature": np.float32(0.5),
+        "top_k": np.int64(3),
+        "seed": np.int64(2**62),
+        "max_new_tokens": 1,
+    }
+    plain = {"temperature": 0.5, "top_k": 3, "seed": 2**62, "max_new_tokens": 1}
+    ours, theirs = engine.generate([request("a", prompt, **numpys), request("b", prompt, **plain)])
+    assert ours.token_ids.tolist() == theirs.token_ids.tolist()
 
 
 @pytest.mark.parametrize(

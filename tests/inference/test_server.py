@@ -191,6 +191,13 @@ BAD = [
     ("/v1/chat/completions", chat(model="other"), 404, "model"),
     ("/v1/chat/completions", chat(temperature="0.5"), 400, "temperature"),
     ("/v1/chat/completions", chat(temperature=-1), 400, "temperature"),
+    *(("/v1/completions", {"prompt": "a", name: value}, 400, name)
+      for name in ("temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty",
+                   "frequency_penalty", "seed", "max_tokens", "min_tokens", "n", "priority", "logprobs")
+      for value in (True, "1", [1], 10**30, -(10**30), 10**400)),
+    *(("/v1/completions", {"prompt": "a", "logit_bias": {"5": value}}, 400, "logit_bias.5")
+      for value in (True, "1", 10**30, 10**400)),
+    *(("/v1/completions", {"prompt": "a", name: float("nan")}, 400, None) for name in ("temperature", "seed")),
     ("/v1/chat/completions", chat(n=10**9), 400, "n"),
     ("/v1/chat/completions", chat(n=0), 400, "n"),
     ("/v1/chat/completions", chat(max_tokens=10**6), 400, "max_tokens"),

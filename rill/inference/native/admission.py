@@ -63,7 +63,7 @@ class Admission:
             edits = SequenceEdits(params, tokens, num_generated=len(generated), end_ids=ends, guide=guide)
         return Sequence(
             request=request,
-            seed=hash_seed(params.seed)
+            seed=hash_seed(int(params.seed))
             if params.seed is not None
             else hash_seed(self._engine.config.seed, arrival + 1),
             arrival=arrival,
