@@ -154,7 +154,7 @@ class Worker:
         return current().transfer.broadcast(obj, self.ranks, source=source, timeout_s=timeout_s)
 
     def rendezvous(self, timeout_s: float = LAUNCH_WAIT_S) -> Rendezvous:
-        """What torch.distributed.init_process_group needs; every rank of the group calls it. A fresh port each time."""
+        """How torch.distributed's ranks find each other; every rank of the group calls it. A fresh port each time."""
         return rendezvous(current(), self.ranks, timeout_s=timeout_s)
 
 

@@ -18,7 +18,7 @@ import copy
 import datetime
 import fnmatch
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,8 +39,10 @@ T = TypeVar("T")
 class Rendezvous:
     """How the ranks of one trainer find each other."""
 
-    init_method: str
+    init_method: str | None = None
     """A torch.distributed address such as "tcp://host:port" or "file:///path"."""
+    open_store: Callable[[float], Any] | None = None
+    """Instead of an address: makes, from a deadline in seconds, the store of torch.distributed where they meet."""
     rank: int
     world_size: int
     timeout_s: float = 3600.0
@@ -83,6 +85,7 @@ class World:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 init_method=rendezvous.init_method,
+                store=rendezvous.open_store and rendezvous.open_store(rendezvous.timeout_s),
                 rank=rendezvous.rank,
                 world_size=rendezvous.world_size,
                 timeout=datetime.timedelta(seconds=rendezvous.timeout_s),

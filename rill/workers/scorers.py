@@ -197,4 +197,4 @@ def rendezvous_of(worker: Worker) -> Rendezvous | None:
     if worker.world_size == 1:
         return None
     place = worker.rendezvous()
-    return Rendezvous(init_method=place.init_method, rank=place.rank, world_size=place.world_size)
+    return Rendezvous(open_store=place.open_store, rank=place.rank, world_size=place.world_size)

@@ -34,7 +34,7 @@ class TensorPeer(Worker):
     def all_reduce(self) -> list[float]:
         met = self.rendezvous(timeout_s=20)
         torch.distributed.init_process_group(
-            "gloo", init_method=met.init_method, rank=met.rank, world_size=met.world_size
+            "gloo", store=met.open_store(20.0), rank=met.rank, world_size=met.world_size
         )
         tensor = torch.full((3,), float(self.rank + 1))
         torch.distributed.all_reduce(tensor)

@@ -194,6 +194,10 @@ def test_a_group_gets_a_fresh_rendezvous_each_time(pair: WorkerGroup[Any]) -> No
     assert [(rank, size) for _, rank, size in first] == [(0, 2), (1, 2)]
 
 
+def test_nobody_else_gets_the_port_of_a_rendezvous_before_its_store_is_open(pair: WorkerGroup[Any]) -> None:
+    assert pair.meet_while_another_wants_the_port().wait(50) == [(True, "hello")] * 2
+
+
 def test_the_driver_sends_and_receives_too(cluster: Cluster, pair: WorkerGroup[Any]) -> None:
     answer = pair.on(1).receive_any("driver", 0)
     cluster.context.transfer.send({"x": np.ones(100_000)}, "pair", 1)

@@ -54,7 +54,8 @@ class Host(Worker):
         os._exit(9)
 
     def meet(self) -> str:
-        return self.rendezvous(timeout_s=30).init_method
+        met = self.rendezvous(timeout_s=30)
+        return f"{met.host}:{met.port}"
 
 
 class Npu(Accelerator):

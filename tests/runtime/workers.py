@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -260,9 +261,25 @@ class Peer(Worker):
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def meet(self) -> tuple[str, int, int]:
+    def meet(self) -> tuple[int, int, int]:
         met = self.rendezvous(timeout_s=10)
-        return met.init_method, met.rank, met.world_size
+        return met.port, met.rank, met.world_size
+
+    def meet_while_another_wants_the_port(self) -> tuple[bool, str]:
+        met = self.rendezvous(timeout_s=10)
+        is_taken = False
+        try:
+            socket.create_server((met.host, met.port)).close()
+        except OSError:
+            is_taken = True
+        store = met.open_store(20.0)
+        if met.rank == 0:
+            store.set("word", "hello")
+        word = store.get("word").decode()
+        store.add("heard", 1)
+        while met.rank == 0 and store.add("heard", 0) < met.world_size:
+            time.sleep(0.01)
+        return is_taken, word
 
 
 class Mover(Worker):
