@@ -22,14 +22,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Self
+from typing import Any, Self
 
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from rill.errors import RillError
 from rill.inference.base import Completion, Delta, Engine, Request, Sampled
@@ -52,10 +52,7 @@ _NUM_AHEAD = 64
 _NUM_PER_TURN = 2
 """How many listeners hear of something in one turn of the loop."""
 _LOOK_INTERVAL_S = 0.25
-"""Between two looks at what is under way, for clients that left and deadlines that passed. A task and a timer for each
-request would cost a tenth of all that it costs."""
-_LOOK_SHARE_S, _LONGEST_LOOK_S = 0.004, 1.0
-"""What each of many requests adds to that, for looking at it takes some 10 us; and no more than this."""
+"""Between two looks at what is under way, for deadlines that passed. A timer for each request would cost more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +197,7 @@ class Generation:
         if is_streamed:
             hub.streams.update(dict.fromkeys(samples.request_ids, samples))
         self._under_way[samples] = name
+        samples.listen()
         if not self._is_looking:
             self._look()
         try:
@@ -217,6 +215,7 @@ class Generation:
         """What has not ended is aborted."""
         for request_id in samples.request_ids:
             self.hub.streams.pop(request_id, None)
+        samples.stop_listening()
         del self._under_way[samples]
         self._admission.__exit__(None, None, None)
         if samples.num_left:
@@ -235,8 +234,7 @@ class Generation:
         """At all that is under way, and again later while something is."""
         self._is_looking = bool(self._under_way)
         if self._is_looking:
-            interval_s = max(_LOOK_INTERVAL_S, len(self._under_way) * _LOOK_SHARE_S)
-            asyncio.get_running_loop().call_later(min(interval_s, _LONGEST_LOOK_S), self._look)
+            asyncio.get_running_loop().call_later(_LOOK_INTERVAL_S, self._look)
         for samples in self._under_way:
             samples.look()
 
@@ -263,6 +261,8 @@ class Samples:
         self._owner = owner
         self._requests = requests
         self._receive = receive
+        self._told: Generator[Any, None, Message] | None = None
+        """What its client says next, while that is awaited."""
         self._index = {r.id: i for i, r in enumerate(requests)}
         self._received = [0] * len(requests)
         self._ended: set[str] = set()
@@ -401,20 +401,36 @@ class Samples:
         self._error = error
         self._wake()
 
+    def listen(self) -> None:
+        """Hears at once that the client leaves. No task awaits it, which would cost a tenth of the whole request."""
+        self._told = self._receive().__await__()
+        self._hear()
+
+    def _hear(self, _: object = None) -> None:
+        if self._told is None:
+            return
+        try:
+            waits_for = next(self._told)
+        except StopIteration as end:
+            self._told = None
+            if end.value["type"] == "http.disconnect":
+                self._give_up(ApiError(499, "the client went away"))
+        else:
+            waits_for.add_done_callback(self._hear)
+
+    def stop_listening(self) -> None:
+        if self._told is not None:
+            self._told.close()
+            self._told = None
+
     def look(self) -> None:
-        """Gives up where it is late, or the client went away: what is told of it is asked for, and not waited for."""
+        """Gives up where it is late; listens again where its client said something else than that it leaves."""
         limit_s = self._owner.timeout_s
         if limit_s and time.perf_counter() - self._opened_at > limit_s:
             message = f"the request took longer than {limit_s} s and was given up"
             self._give_up(ApiError(408, message, code="timeout"))
-        told = self._receive().__await__()
-        try:
-            next(told)
-        except StopIteration as end:
-            if end.value["type"] == "http.disconnect":
-                self._give_up(ApiError(499, "the client went away"))
-        finally:
-            told.close()
+        if self._told is None:
+            self.listen()
 
 
 def finite(logprobs: Floats) -> list[float]:
