@@ -113,6 +113,25 @@ class Import:
     """Under `if TYPE_CHECKING`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Function:
+    name: str
+    line: int
+    num_lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the rules ask of a file."""
+
+    imports: tuple[Import, ...]
+    functions: tuple[Function, ...]
+    stubs: tuple[int, ...]
+    """Lines that raise NotImplementedError."""
+    is_undescribed: bool
+    """It has code and no docstring."""
+
+
 # --- reading the tree -------------------------------------------------------------------------------------
 
 
@@ -134,26 +153,30 @@ def room_of(module: str) -> str | None:
     return nested if nested in LEVELS else parts[1]
 
 
-def tree_of(path: Path) -> ast.Module:
-    return _parse(path, path.stat().st_mtime_ns)
+def source_of(path: Path) -> Source:
+    return _read(path, path.stat().st_mtime_ns)
 
 
 def imports_of(path: Path) -> tuple[Import, ...]:
-    return _imports_at(path, path.stat().st_mtime_ns)
+    return source_of(path).imports
 
 
 @functools.cache
-def _parse(path: Path, mtime_ns: int) -> ast.Module:
-    """Every rule reads every file; it is parsed once."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+def _read(path: Path, mtime_ns: int) -> Source:
+    """Every rule asks about every file; it is parsed once, and its tree is not kept: the collector would go through
+    the trees of all files again and again."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = list(_statements(tree, is_late=False, is_typing=False))
+    return Source(
+        imports=tuple(one for one in found if isinstance(one, Import)),
+        functions=tuple(one for one in found if isinstance(one, Function)),
+        stubs=tuple(one for one in found if isinstance(one, int)),
+        is_undescribed=bool(tree.body) and not ast.get_docstring(tree),
+    )
 
 
-@functools.cache
-def _imports_at(path: Path, mtime_ns: int) -> tuple[Import, ...]:
-    return tuple(_imports(_parse(path, mtime_ns), is_late=False, is_typing=False))
-
-
-def _imports(node: ast.AST, *, is_late: bool, is_typing: bool) -> Iterator[Import]:
+def _statements(node: ast.AST, *, is_late: bool, is_typing: bool) -> Iterator[Import | Function | int]:
+    """What the statements within `node` are to the rules; expressions hold no statements."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
@@ -162,10 +185,15 @@ def _imports(node: ast.AST, *, is_late: bool, is_typing: bool) -> Iterator[Impor
             assert child.level == 0, f"relative import on line {child.lineno}"
             for alias in child.names:
                 yield Import(child.module or "", alias.name, child.lineno, is_late, is_typing)
-        else:
+        elif isinstance(child, ast.Raise):
+            if child.exc is not None and "NotImplementedError" in ast.dump(child.exc):
+                yield child.lineno
+        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
             is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and child.end_lineno is not None:
+                yield Function(child.name, child.lineno, child.end_lineno - child.lineno + 1)
             is_guard = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
-            yield from _imports(child, is_late=is_late or is_function, is_typing=is_typing or is_guard)
+            yield from _statements(child, is_late=is_late or is_function, is_typing=is_typing or is_guard)
 
 
 def target_room(root: Path, found: Import) -> str | None:
@@ -328,29 +356,21 @@ def files_stay_small(root: Path) -> Iterator[str]:
 
 def functions_stay_small(root: Path) -> Iterator[str]:
     for path in python_files(root, "rill", "benchmarks"):
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
-                num_lines = node.end_lineno - node.lineno + 1
-                if num_lines > MAX_FUNCTION_LINES:
-                    yield f"{path}:{node.lineno}: {node.name} has {num_lines} lines, the limit is {MAX_FUNCTION_LINES}"
+        for one in source_of(path).functions:
+            if one.num_lines > MAX_FUNCTION_LINES:
+                yield f"{path}:{one.line}: {one.name} has {one.num_lines} lines, the limit is {MAX_FUNCTION_LINES}"
 
 
 def modules_say_what_they_are(root: Path) -> Iterator[str]:
     for path in python_files(root, "rill"):
-        tree = tree_of(path)
-        if tree.body and not ast.get_docstring(tree):
+        if source_of(path).is_undescribed:
             yield f"{path}: no docstring that says what it owns and who calls it"
 
 
 def nothing_is_left_unwritten(root: Path) -> Iterator[str]:
     for path in python_files(root, "rill"):
-        for node in ast.walk(tree_of(path)):
-            if (
-                isinstance(node, ast.Raise)
-                and node.exc is not None
-                and "NotImplementedError" in ast.dump(node.exc)
-            ):
-                yield f"{path}:{node.lineno}: a stub"
+        for line in source_of(path).stubs:
+            yield f"{path}:{line}: a stub"
 
 
 def declared_packages(root: Path) -> tuple[set[str], set[str]]:
