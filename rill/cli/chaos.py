@@ -119,8 +119,8 @@ def chaos(
         changes.append(EXACT)
     calm = None
     if is_exact(config):
-        say("the undisturbed run")
         calm = Trained(recipe, changes, root, f"chaos-{seed}-calm")
+        say(f"the undisturbed run, which writes to {calm.log}")
         try:
             if calm.process.wait(timeout_s) != 0:
                 raise UserError(f"the undisturbed run fails too: {calm.said()}")
@@ -130,8 +130,8 @@ def chaos(
             raise UserError(
                 f"the undisturbed run has not ended after {timeout_s:g} s: give more (--timeout), or fewer loop.steps"
             ) from None
-    say(f"the run, hurt up to {faults} times")
     hurt = Trained(recipe, changes, root, f"chaos-{seed}-hurt")
+    say(f"the run, hurt up to {faults} times, which writes to {hurt.log}")
     done = Harness(hurt, random.Random(seed), chosen, every_s, config.loop.steps).run(faults, timeout_s)
     held = what_held(config, calm.run() if calm else None, hurt.run(), hurt)
     report = {"seed": seed, "faults": [asdict(fault) for fault in done], "held": held}
@@ -155,8 +155,8 @@ class Trained:
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         self._root = root
         self._name = name = next(name for name in names if not (root / name).exists())
-        self._log = Path(root) / f"{name}.txt"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = Path(root) / f"{name}.txt"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         self.everybody: dict[int, psutil.Process] = {}
         """That was ever seen of it."""
         self._start([recipe, *changes, "--name", name, "--root", str(root)])
@@ -172,7 +172,7 @@ class Trained:
         return Run.open(self._name, root=self._root)
 
     def said(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        lines = self.log.read_text(errors="replace").strip().splitlines()
         return "\n".join(lines[-15:])
 
     def workers(self) -> dict[str, psutil.Process]:
@@ -186,7 +186,7 @@ class Trained:
         return dict(sorted(found.items()))
 
     def _start(self, arguments: list[str]) -> None:
-        with self._log.open("a") as file:
+        with self.log.open("a") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", "from rill.cli.main import main; main()", "train", *arguments],
                 stdout=file,
@@ -223,6 +223,8 @@ class Harness:
             if code is None:
                 if len(done) < num_faults and self._is_due() and (fault := self._inflict(started_s)):
                     done.append(fault)
+                    at = f"{fault.at_s:7.1f} s  step {self._newest_step}/{self._num_steps}"
+                    say(f"{at:<26} {fault.kind} {fault.target}")
                 continue
             if not done or done[-1].kind != "driver":
                 complain(f"the run ended by itself:\n{self._hurt.said()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -96,6 +97,9 @@ def test_a_hurt_run_keeps_every_promise(tmp_path: Path) -> None:
         tmp_path, "loop.steps=12", "algorithm.correction=tis", "--faults", "2", "--every", "0.5"
     )
     assert found["held"]["the weights are the same to the last bit"] is True, output  # type: ignore[index]
+    for fault in found["faults"]:  # type: ignore[attr-defined]
+        line = rf"{fault['at_s']:.1f} s  step \d+/12 +{fault['kind']} {re.escape(fault['target'])}\n"
+        assert re.search(line, output), output
 
 
 @pytest.mark.slow
