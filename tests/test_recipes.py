@@ -15,6 +15,7 @@ from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
 from rill.workflows.loop import StepReport
 from rill.workflows.rl_config import RLConfig
+from tests.forks import forked_agents
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"))
 PROMISED = {
@@ -87,7 +88,8 @@ def run_small(name: str, root: Path, *changes: str) -> list[StepReport]:
     config = resolve(recipe_schema(recipe.values, name), recipe.values, recipe.provenance)
     reports: list[StepReport] = []
     run = Run.create(name, root=root)
-    WORKFLOWS.load(recipe.values["workflow"])(config, run, [reports.append]).run()
+    with forked_agents():
+        WORKFLOWS.load(recipe.values["workflow"])(config, run, [reports.append]).run()
     assert reports[-1].step == 2
     assert (run.path / "model" / "config.json").exists()
     return reports

@@ -18,6 +18,7 @@ from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
 from rill.workflows.loop import Observer, StepReport
 from tests.e2e import tiny
+from tests.forks import forked_agents
 
 RECIPE = Path(__file__).with_name("tiny_sft.toml")
 
@@ -60,7 +61,7 @@ def sft(root: Path, *overrides: str, observers: Sequence[Observer] = (), goes_on
         if goes_on is None
         else Run.resume(goes_on.path)
     )
-    with run.running():
+    with run.running(), forked_agents():
         WORKFLOWS.load(config.workflow)(config, run, observers).run()
     return run
 

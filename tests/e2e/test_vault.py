@@ -12,6 +12,7 @@ from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS
 from tests.e2e.tiny import INVARIANT, fingerprint, resolved
+from tests.forks import forked_agents
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "vault.toml"
 HTTP = (
@@ -25,7 +26,7 @@ MCP = ("rollout.env.type=function", "rollout.env.function=examples.own_mcp:run")
 def trained(root: Path, name: str, *overrides: str) -> Run:
     config = resolved(RECIPE, overrides)
     run = Run.create(name, root=root, config_toml=dump_config(config))
-    with run.running():
+    with run.running(), forked_agents():
         WORKFLOWS.load(config.workflow)(config, run, ()).run()
     return run
 

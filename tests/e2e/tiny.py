@@ -14,6 +14,7 @@ from rill.workflows import WORKFLOWS, recipe_schema
 from rill.workflows.loop import Observer
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.steering import Pilot
+from tests.forks import forked_agents
 
 RECIPE = Path(__file__).with_name("tiny.toml")
 STEPS = 8
@@ -40,7 +41,7 @@ def start(
 ) -> Run:
     config = resolved(RECIPE, overrides)
     run = Run.create(name, root=root, config_toml=dump_config(config))
-    with run.running():
+    with run.running(), forked_agents():
         WORKFLOWS.load(config.workflow)(config, run, observers).run(pilot)
     return run
 
@@ -48,7 +49,7 @@ def start(
 def resume(run: Run, *overrides: str, observers: Sequence[Observer] = ()) -> Run:
     config = resolved(run.config_path, overrides)
     run = Run.resume(run.path)
-    with run.running():
+    with run.running(), forked_agents():
         WORKFLOWS.load(config.workflow)(config, run, observers).run()
     return run
 
@@ -57,7 +58,8 @@ def as_command(root: Path, name: str, *overrides: str) -> Run:
     """As `rill train` does it: with metrics, guards and a report."""
     config = resolved(RECIPE, overrides)
     run = Run.create(name, root=root, config_toml=dump_config(config))
-    carry_out(config, run)
+    with forked_agents():
+        carry_out(config, run)
     return run
 
 

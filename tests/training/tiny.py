@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import pickle
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from rill.models.loading import ModelConfig
 from rill.training.parallel import Rendezvous
 from rill.training.policy import PolicyTrainer
 from rill.types import Sample, Trajectory
+from tests.forks import Forked, fork
 
 VOCAB = 128
 SHAPE: dict[str, Any] = {
@@ -82,39 +83,39 @@ class _Ranks:
 
     def __init__(self, world_size: int) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the processes
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.training.tiny", str(rank), str(world_size)],
-                stdin=subprocess.PIPE,
-                stdout=self.log,
-                stderr=subprocess.STDOUT,
-                cwd=Path(__file__).parents[2],
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
+        self.processes: list[Forked] = []
+        self.calls: list[TextIO] = []
+        for rank in range(world_size):
+            theirs, ours = os.pipe()
+            fds = [theirs, self.log.fileno()]
+            self.processes.append(fork("tests.training.tiny:serve", rank, world_size, fds=fds))
+            self.calls.append(open(ours, "w", encoding="utf-8"))  # noqa: SIM115  open as long as the process runs
+            os.close(theirs)
 
     def call(self, folder: Path, function: str, timeout_s: float) -> list[Any]:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{folder}\t{function}\n")
-            process.stdin.flush()
+        for call in self.calls:
+            call.write(f"{folder}\t{function}\n")
+            call.flush()
         results = [folder / f"result-{rank}.pkl" for rank in range(len(self.processes))]
         deadline = time.monotonic() + timeout_s
         while not all(result.exists() for result in results):
-            codes = [process.poll() for process in self.processes]
-            if time.monotonic() > deadline or any(code is not None for code in codes):
+            ended = [process.poll() is not None for process in self.processes]
+            if time.monotonic() > deadline or any(ended):
                 self.stop()
                 self.log.seek(0)
-                raise AssertionError(f"{function}: exit codes {codes}:\n{self.log.read().decode()[-3000:]}")
+                raise AssertionError(
+                    f"{function}: ranks that ended: {ended}:\n{self.log.read().decode()[-3000:]}"
+                )
             time.sleep(0.005)
         return [pickle.loads(result.read_bytes()) for result in results]
 
     def stop(self) -> None:
         _RUNNING.clear()
-        for process in self.processes:
+        for process, call in zip(self.processes, self.calls, strict=True):
             process.kill()
             process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                call.close()
 
 
 _RUNNING: dict[int, _Ranks] = {}
@@ -138,14 +139,16 @@ def stop_ranks() -> None:
         ranks.stop()
 
 
-def _serve(rank: int, world_size: int) -> None:
+def serve(rank: int, world_size: int, calls_fd: int, log_fd: int) -> None:
+    """A rank, until the other end of `calls_fd` is closed."""
     import importlib
 
-    import torch
     import torch.distributed as dist
 
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
     torch.set_num_threads(1)
-    for line in sys.stdin:
+    for line in open(calls_fd, encoding="utf-8"):  # noqa: SIM115  as long as the process runs
         place, _, target = line.strip().partition("\t")
         folder, (module, _, name) = Path(place), target.partition(":")
         rendezvous = Rendezvous(
@@ -158,10 +161,6 @@ def _serve(rank: int, world_size: int) -> None:
         draft = folder / f"draft-{rank}.pkl"
         draft.write_bytes(pickle.dumps(result))
         draft.rename(folder / f"result-{rank}.pkl")
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]))
 
 
 def check_saved_off_the_device(

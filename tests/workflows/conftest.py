@@ -7,11 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from rill.runtime.cluster import Cluster
+from tests.forks import forked_agents
 
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[Cluster]:
-    with Cluster(devices=2, preload=("tests.workflows.scene", "transformers")) as made:
+    with forked_agents():
+        made = Cluster(devices=2, preload=("tests.workflows.scene", "transformers"))
+    with made:
         yield made
 
 

@@ -42,6 +42,7 @@ from rill.workflows.embodied import Embodied
 from rill.workflows.loop import StepReport
 from rill.workflows.robot_config import RobotClusterConfig
 from tests.data.test_lerobot import written
+from tests.forks import forked_agents
 from tests.policies.checkpoints import openvla, tokenizer
 
 pytestmark = pytest.mark.timeout(
@@ -73,7 +74,7 @@ def recipe(**changes: Any) -> Embodied.Config:
 
 def run_of(config: Embodied.Config, run: Run) -> list[StepReport]:
     reports: list[StepReport] = []
-    with run.running():
+    with run.running(), forked_agents():
         Embodied(config, run, [reports.append]).run()
     return [report for report in reports if report.phase == "step"]
 
@@ -86,7 +87,8 @@ def test_a_robot_learns_and_the_page_shows_it(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     run = Run.create("robot", root=tmp_path, config_toml="")
     # With a stronger start six of six seeds learn; with the recipe's own, some batches see hardly a success.
-    carry_out(recipe(imitation__steps=40, loop__steps=8), run)
+    with forked_agents():
+        carry_out(recipe(imitation__steps=40, loop__steps=8), run)
     first, *_, last = (row.values for row in read_metrics(run.path) if row.step > 0)
     assert last["success/mean"] > first["success/mean"] + 0.2 and last["eval/accuracy"] >= 0.75
     assert {"eval/left/accuracy_low", "eval/right/accuracy_high"} <= last.keys()
