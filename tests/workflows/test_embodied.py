@@ -183,7 +183,7 @@ def test_stages_placement_and_a_resume_change_no_bit_of_a_synchronous_run(tmp_pa
         if report.step == 5:
             raise RunError("stopped while it imitates")
 
-    with pytest.raises(RunError, match="while it imitates"), runs[3].running():
+    with pytest.raises(RunError, match="while it imitates"), runs[3].running(), forked_agents():
         Embodied(recipe(), runs[3], [stop]).run()
     run_of(recipe(), runs[3])
     assert weights_of(runs[0]) == weights_of(runs[3])
@@ -259,10 +259,13 @@ class Switching(NamedTuple):
 def test_a_plan_may_change_between_steps_and_no_bit_of_the_result(tmp_path: Path) -> None:
     plain, switched = (Run.create("robot", root=tmp_path, config_toml="") for _ in range(2))
     config = recipe(
-        simulator={"type": "tests.envs.robots.fakes:PointScenes"}, loop__steps=5, imitation={"steps": 0}
+        simulator={"type": "tests.envs.robots.fakes:PointScenes"},
+        loop__steps=4,
+        loop__prompts_per_step=16,
+        imitation={"steps": 0},
     )
     run_of(config, plain)
-    with switched.running():
+    with switched.running(), forked_agents():
         Embodied(config, switched, ()).run(pilot=Switching())
     assert weights_of(plain) == weights_of(switched)
     seen = {(event.name, event.lane) for event in read_trace(switched.path)}
@@ -363,7 +366,7 @@ def test_killed_simulators_policies_and_trainers_change_no_bit_of_the_result(tmp
             threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL)).start()
 
     workflow = Embodied(config, killed, [observe])
-    with killed.running():
+    with killed.running(), forked_agents():
         workflow.run()
     assert phases.count("restart") == 1, "a lost trainer's run goes on from its last checkpoint"
     assert weights_of(plain) == weights_of(killed)
