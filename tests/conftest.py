@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 
@@ -16,11 +17,21 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import pytest
 from hypothesis import HealthCheck, settings
 
+# What is imported while tests are collected stays: looking through it for garbage again and again was two fifths of
+# the time that takes.
+gc.disable()
+
 # How long an example takes says more about who else uses the machine than about the code.
 settings.register_profile("rill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rill")
 
 OPTIONAL_MARKS = ("ray", "vllm")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
