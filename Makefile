@@ -35,6 +35,8 @@ DEV      := $(VENV)/.installed-dev-$(SUM)
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# What is imported is compiled once, not in each of hundreds of processes, whatever a container's image prefers.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-gpu check format bench web clean
 .DEFAULT_GOAL := test
