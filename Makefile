@@ -38,11 +38,13 @@ export TOKENIZERS_PARALLELISM ?= false
 # What is imported is compiled once, not in each of hundreds of processes, whatever a container's image prefers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-gpu check format bench web clean
+.PHONY: demo installed test test-slow test-gpu check format bench web clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
 	@$(BIN)/rill train demo $(ARGS)
+
+installed: $(DEV)
 
 test: $(DEV)
 	@$(PARALLEL) $(ARGS)
