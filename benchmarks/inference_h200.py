@@ -3,8 +3,8 @@
     python benchmarks/inference_h200.py [--steps 4] [--only fixed,profile,few,wide,tail,narrow,groups,update,…]
 
 Prints one JSON line per result. The model has the shape of Qwen2.5-1.5B with random bf16 weights. Bounds are taken
-from the bytes and operations that the work needs and the rates measured on the first card (4.27 TB/s, 771 TFLOP/s).
-Cards differ: after `ceilings`, which measures those of the card at hand, `share_here` is by them.
+from the bytes and operations that the work needs and the rates measured on the first card (4.27 TB/s, 771 TFLOP/s);
+`ceilings` has a copy and one large product on the card at hand, hot; it is no bound, for other products ran faster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import resource
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,16 +31,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936, "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }  # fmt: skip
-
-
-class Rates(NamedTuple):
-    bytes_per_s: float
-    flop_per_s: float
-
-
-FIRST_CARD = Rates(4.27e12, 771e12)
-rates = {"share": FIRST_CARD}
-"""And of the card at hand, once they are measured."""
+BYTES_PER_S, FLOP_PER_S = 4.27e12, 771e12
 NUM_PARAMETERS = 1.544e9
 KV_BYTES_PER_TOKEN = 28 * 2 * 2 * 128 * 2
 
@@ -91,17 +82,12 @@ def timed(engine: NativeEngine, batch: list[Request]) -> tuple[float, int]:
     return time.perf_counter() - start, sum(len(c.token_ids) for c in done)
 
 
-def bound_s(num_seqs: int, prompt: int, new: int, card: Rates) -> float:
+def bound_s(num_seqs: int, prompt: int, new: int) -> float:
     """Every step reads the weights once and each sequence's cache; prompts are matrix work."""
-    prefill = 2 * NUM_PARAMETERS * num_seqs * prompt / card.flop_per_s
-    step = max(2 * NUM_PARAMETERS / card.bytes_per_s, 2 * NUM_PARAMETERS * num_seqs / card.flop_per_s)
-    cache = num_seqs * (prompt + new / 2) * KV_BYTES_PER_TOKEN / card.bytes_per_s
+    prefill = 2 * NUM_PARAMETERS * num_seqs * prompt / FLOP_PER_S
+    step = max(2 * NUM_PARAMETERS / BYTES_PER_S, 2 * NUM_PARAMETERS * num_seqs / FLOP_PER_S)
+    cache = num_seqs * (prompt + new / 2) * KV_BYTES_PER_TOKEN / BYTES_PER_S
     return prefill + new * (step + cache)
-
-
-def shares(rate: float, num_tokens: int, bound: Callable[[Rates], float]) -> dict[str, float]:
-    """Of tokens/s, by the seconds that a card would need at least."""
-    return {name: round(rate * bound(card) / num_tokens, 3) for name, card in rates.items()}
 
 
 def ceilings() -> None:
@@ -109,10 +95,9 @@ def ceilings() -> None:
     x = torch.randn(8192, 8192, device="cuda").bfloat16()
     big = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     copied = torch.empty_like(big)
-    found = []
     for name, call, work in (
-        ("TB/s of a copy", lambda: copied.copy_(big), 2 * big.numel()),
-        ("TFLOP/s of a bf16 product", lambda: x @ x, 2 * 8192**3),
+        ("TFLOP/s of a bf16 product", lambda: x @ x, 2 * 8192**3 / 1e12),
+        ("TB/s of a copy", lambda: copied.copy_(big), 2 * big.numel() / 1e12),
     ):
         start = time.perf_counter()
         while time.perf_counter() - start < 1.0:
@@ -124,9 +109,7 @@ def ceilings() -> None:
             call()
         end.record()
         torch.cuda.synchronize()
-        found.append(work * 40 / (begin.elapsed_time(end) / 1000))
-        report(ceiling=name, measured=round(found[-1] / 1e12, 2))
-    rates["share_here"] = Rates(*found)
+        report(ceiling=name, measured=round(work * 40 / (begin.elapsed_time(end) / 1000), 2))
 
 
 def fixed(engine: NativeEngine) -> float:
@@ -137,11 +120,12 @@ def fixed(engine: NativeEngine) -> float:
             engine, requests(random_prompts(256, 128, 2 + attempt), [256] * 256, f"run{attempt}")
         )
         best = max(best, tokens / seconds)
+    bound = 256 * 256 / bound_s(256, 128, 256)
     report(
         result="fixed 256 x 128 + 256",
         tokens_per_s=round(best),
-        bound=round(256 * 256 / bound_s(256, 128, 256, FIRST_CARD)),
-        **shares(best, 256 * 256, lambda card: bound_s(256, 128, 256, card)),
+        bound=round(bound),
+        share=round(best / bound, 3),
     )
     timed(engine, requests(random_prompts(8, 128, 8), [4] * 8, "warm-filter", top_p=0.9))
     for index, options in enumerate(({"top_p": 0.95}, {"top_k": 50, "top_p": 0.95})):
@@ -266,14 +250,13 @@ def one_tail(engine: NativeEngine, lengths: list[int], num_slots: int, tag: str,
     sustained = (engine.stats().num_generated_tokens - begin.num_generated_tokens) / queued_s
     [f.result(timeout=300) for f in futures]
     seconds = time.perf_counter() - start
+    bound = sum(lengths) / tail_bound_s(lengths, num_slots, 128)
     report(
         result=f"log-normal lengths, {len(lengths)} requests, {num_slots} slots",
         tokens_per_s=round(sum(lengths) / seconds),
         of_fixed=round(sum(lengths) / seconds / fixed_rate, 3) if fixed_rate else None,
-        bound=round(sum(lengths) / tail_bound_s(lengths, num_slots, 128, FIRST_CARD)),
-        **shares(
-            sum(lengths) / seconds, sum(lengths), lambda card: tail_bound_s(lengths, num_slots, 128, card)
-        ),
+        bound=round(bound),
+        share=round(sum(lengths) / seconds / bound, 3),
         seconds=round(seconds, 2),
         seconds_until_the_queue_was_empty=round(queued_s, 2),
         tokens_per_s_until_then=round(sustained),
@@ -283,16 +266,16 @@ def one_tail(engine: NativeEngine, lengths: list[int], num_slots: int, tag: str,
     )
 
 
-def tail_bound_s(lengths: list[int], num_slots: int, prompt: int, card: Rates) -> float:
+def tail_bound_s(lengths: list[int], num_slots: int, prompt: int) -> float:
     """Requests start in order as slots become free; a step costs what it must read and multiply, nothing else."""
     left, context, waiting, seconds = np.zeros(0, int), np.zeros(0, int), list(lengths), 0.0
     while len(left) or waiting:
         started, waiting = waiting[: num_slots - len(left)], waiting[num_slots - len(left) :]
         left = np.concatenate([left, np.array(started, dtype=int)])
         context = np.concatenate([context, np.full(len(started), prompt)])
-        work = 2 * NUM_PARAMETERS * (len(left) + len(started) * (prompt - 1)) / card.flop_per_s
-        seconds += max(2 * NUM_PARAMETERS / card.bytes_per_s, work)
-        seconds += float(context.sum()) * KV_BYTES_PER_TOKEN / card.bytes_per_s
+        work = 2 * NUM_PARAMETERS * (len(left) + len(started) * (prompt - 1)) / FLOP_PER_S
+        seconds += max(2 * NUM_PARAMETERS / BYTES_PER_S, work)
+        seconds += float(context.sum()) * KV_BYTES_PER_TOKEN / BYTES_PER_S
         left, context = left - 1, context + 1
         left, context = left[left > 0], context[left > 0]
     return seconds
