@@ -46,7 +46,7 @@ from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
 from rill.models.decode.one_launch import MAX_ROWS as MAX_LAUNCH_ROWS
 from rill.models.decode.one_launch import OneLaunch
 from rill.models.decode.skinny import MAX_ROWS, SkinnyStages, WideStages
-from rill.models.ops import triton_experts
+from rill.models.ops import cuda_decode, triton_experts
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.triton_decode import DecodeAttention
 from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels, newest_tokens
@@ -86,6 +86,7 @@ class CudaRunner(ModelRunner):
             max_rows=max_num_seqs,
             device=device,
         )
+        decode.uses_copies = self._finds_copies(num_heads, num_kv_heads, head_dim, config.block_size)
         self.use_kernels(TritonKernels(decode), fast_path=config.fast_path)
         self._skinny: SkinnyStages | None = None
         self._one_launch: OneLaunch | None = None
@@ -122,6 +123,7 @@ class CudaRunner(ModelRunner):
             max_num_seqs, self._tables, self._upload, self._logits_of, self._stream,
             num_entries=max(1, NUM_PROGRAMS // num_kv_heads), is_invariant=batch_invariant,
             shares_prefixes=not batch_invariant and all(call.rule.window == 0 for call in calls),
+            num_new=1 + config.num_speculative_tokens,
         )  # fmt: skip
         is_dense = decoder is not None and decoder.structure.is_dense
         self._prompts = PromptGraphs(
@@ -170,6 +172,18 @@ class CudaRunner(ModelRunner):
         except EngineError as error:
             logger.warning("steps of few rows are launched kernel by kernel, which is slower: %s", error)
             return None
+
+    def _finds_copies(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
+        if not cuda_decode.attends(num_heads, num_kv_heads, head_dim, block_size, self.device):
+            return False
+        try:
+            cuda_decode.check(num_heads, num_kv_heads, head_dim, block_size, self.device)
+            return True
+        except EngineError as error:
+            logger.warning(
+                "attention of generated tokens has the kernel in Triton, which is slower: %s", error
+            )
+            return False
 
     def _find_wide(self) -> WideStages | None:
         if self._skinny is None or self.decoder is None or self.max_num_seqs <= MAX_ROWS:

@@ -86,13 +86,14 @@ class DecodeGraphs:
         num_entries: int,
         is_invariant: bool,
         shares_prefixes: bool,
+        num_new: int,
     ) -> None:
         """`tables`: block tables with one row per slot and one more, which padding reads.
 
         num_entries: of attention's work, that keep the device busy; is_invariant: a row's cut is its own affair;
-        shares_prefixes: what the samples of one prompt have in common is read once for all of them.
-        """
-        self.shares_prefixes = shares_prefixes
+        shares_prefixes: what the samples of one prompt have in common is read once for all of them;
+        num_new: tokens of a sequence in one step, at most."""
+        self.shares_prefixes, self._num_new = shares_prefixes, num_new
         self._sizes = graph_sizes(max_num_seqs)
         self._num_entries, self._is_invariant = num_entries, is_invariant
         self._tables, self._upload, self._run, self._stream = tables, upload, run, stream
@@ -226,6 +227,7 @@ class DecodeGraphs:
             self._column(PIECES_COLUMN)[:size] if key.is_cut else None,
             members=self._shared[: self._shared_at],
             shared=self._shared[self._shared_at : end].view(-1, WORDS) if key.num_shared else None,
+            num_new=self._num_new,
         )
         paged = PagedBatch(
             slots_N=kv_slots,

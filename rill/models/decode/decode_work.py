@@ -65,6 +65,8 @@ class DecodeWork:
     pieces: Tensor | None  # int32 [rows]: that are to be joined; None: every row is one
     members: Tensor | None = None  # int32 [groups, GROUP_ROWS]; -1: none
     shared: Tensor | None = None  # int32 [entries, WORDS] of groups, as many as are launched
+    num_new: int | None = None
+    """At most so many of a row's last tokens are written in this step. None: any may be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ MEMORY_BYTES = 227 << 10
 MIN_SLOTS = 2
 NUM_POINTERS = 13
 """Of a layer, in the source."""
-FILES = ("cuda_device.h", "cuda_step.cu", "cuda_attend.cu", "cuda_layers.cu")
+FILES = ("cuda_device.h", "cuda_scores.h", "cuda_step.cu", "cuda_attend.cu", "cuda_layers.cu")
 SOURCES = tuple(Path(__file__).parents[1] / "ops" / name for name in FILES)
 
 
@@ -186,7 +186,7 @@ class OneLaunch:
 @cache
 def num_blocks_of(device: torch.device) -> int:
     """That run at one time, in whole clusters."""
-    source = SOURCES[0].read_text() + f"KERNEL({CLUSTER}, {NUM_THREADS}) nothing() {{}}"
+    source = SOURCES[0].read_text() + f"CLUSTER_KERNEL({CLUSTER}, {NUM_THREADS}) nothing() {{}}"
     with torch.cuda.device(device):
         nothing = CudaKernel(source, "nothing", {}, memory_bytes=MEMORY_BYTES, cluster=CLUSTER)
         return CLUSTER * nothing.max_clusters(NUM_THREADS)

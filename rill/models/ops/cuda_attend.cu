@@ -84,9 +84,6 @@ DEVICE void ask_for_cache(const Step& s, const Layer& l, const Plan* plan, int l
   }
 }
 
-// A head of DIM numbers is spread over four lanes: lane t holds 8 from every 32, from 8t on.
-constexpr int NUM_32 = DIM / 32;
-
 // Normed by itself, and turned: where the model norms heads, nobody before knew all of one.
 DEVICE void turn_head(uint4* x, const bf16* norm, const bf16* cos, const bf16* sin, float eps, int t) {
   float scale = 0.0f;
@@ -105,23 +102,13 @@ DEVICE void turn_head(uint4* x, const bf16* norm, const bf16* cos, const bf16* s
   }
 }
 
-// What is known of a piece: Σ of values, by how much its largest score is below it, and Σ of weights, for heads 2t and 2t + 1.
-struct Seen {
-  float2 top, total;
-};
-DEVICE float2 largest(float2 a, float2 b) { return make_float2(fmaxf(a.x, b.x), fmaxf(a.y, b.y)); }
-DEVICE float2 shares(float2 top, float2 of) { return make_float2(exponential(top.x - of.x), exponential(top.y - of.y)); }
-DEVICE float4 scaled(float4 x, float2 by) { return make_float4(x.x * by.x, x.y * by.y, x.z * by.x, x.w * by.y); }
-DEVICE float2 shuffled(float2 x, int mask) { return make_float2(shuffle_xor(x.x, mask), shuffle_xor(x.y, mask)); }
-
-// A warp's blocks of 16 tokens of a piece. Tokens are the left side of the scores, dimensions that of the sums: lanes hold
-// heads 2t and 2t + 1 of tokens g and g + 8, and of dimensions 8g + 2w and 8g + 2w + 1 of the half h in sums[4h + w].
+// A warp's blocks of 16 tokens of a piece.
 DEVICE Seen attend_blocks(const Step& s, const Layer& l, const Plan* plan, const Piece& p, int warp, int lane, float4* sums) {
   int g = lane / 4, t = lane % 4, row = p.row, newest = HAS_HEAD_NORMS ? plan->length[row] - 1 : -1;
   const bf16 *mine = s.qkv + row * QKV, *new_key = mine + (HEADS + p.head) * DIM, *new_value = new_key + KV_HEADS * DIM;
   const bf16 *cos = l.cos + plan->position[row] * DIM, *sin = l.sin + plan->position[row] * DIM;
   const uint4 zero = make_uint4(0, 0, 0, 0);
-  Seen seen = {make_float2(NOTHING, NOTHING), make_float2(0.0f, 0.0f)};
+  Seen seen = nothing_seen();
   int first = p.begin + 16 * (p.first_block + warp);
   if (first >= p.end) return seen;
   uint4 query[NUM_32];
@@ -131,7 +118,9 @@ DEVICE Seen attend_blocks(const Step& s, const Layer& l, const Plan* plan, const
   for (int at = first; at < p.end; at += 16 * p.num_blocks) {
     long long slot = slot_of(s, plan, row, at);
     auto held = [&](int token) { return ((slot + token) * KV_HEADS + p.head) * DIM; };
-    uint4 keys[2][NUM_32], values[4][DIM / 64];
+    Tokens of;
+    uint4(&keys)[2][NUM_32] = of.keys;
+    uint4(&values)[4][DIM / 64] = of.values;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       int token = n * 8 + g;
@@ -141,7 +130,7 @@ DEVICE Seen attend_blocks(const Step& s, const Layer& l, const Plan* plan, const
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      int token = n / 2 * 8 + t * 2 + n % 2;
+      int token = value_token(n, lane);
       const bf16* from = at + token == newest ? new_value : l.values + held(token);
 #pragma unroll
       for (int h = 0; h < DIM / 64; ++h) values[n][h] = at + token < p.end ? load_16(from + h * 64 + g * 8) : zero;
@@ -162,75 +151,20 @@ DEVICE Seen attend_blocks(const Step& s, const Layer& l, const Plan* plan, const
       }
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        if (n / 2 * 8 + t * 2 + n % 2 != token) continue;
+        if (value_token(n, lane) != token) continue;
 #pragma unroll
         for (int h = 0; h < DIM / 64; ++h) *(uint4*)(l.values + held(token) + h * 64 + g * 8) = values[n][h];
       }
     }
-    float4 scores = make_float4(0.0f, 0.0f, 0.0f, 0.0f), others = scores;
-#pragma unroll
-    for (int j = 0; j < NUM_32; ++j) {
-      uint4 a = keys[0][j], b = keys[1][j];
-      multiply_add(scores, make_uint4(a.x, b.x, a.y, b.y), make_uint2(query[j].x, query[j].y));
-      multiply_add(others, make_uint4(a.z, b.z, a.w, b.w), make_uint2(query[j].z, query[j].w));
-    }
-    scores = scaled(scores + others, make_float2(s.scale, s.scale));
-    if (at + g >= p.end) scores.x = scores.y = NOTHING;
-    if (at + g + 8 >= p.end) scores.z = scores.w = NOTHING;
-    float2 top = largest(seen.top, largest(make_float2(scores.x, scores.y), make_float2(scores.z, scores.w)));
-#pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2) top = largest(top, shuffled(top, mask));
-    float2 upper = shares(make_float2(scores.x, scores.y), top), lower = shares(make_float2(scores.z, scores.w), top);
-    float2 keep = shares(seen.top, top);
-    seen = {top, make_float2(seen.total.x * keep.x + upper.x + lower.x, seen.total.y * keep.y + upper.y + lower.y)};
-    uint2 weights = make_uint2(transposed(packed(upper.x, upper.y)), transposed(packed(lower.x, lower.y)));
-#pragma unroll
-    for (int h = 0; h < DIM / 64; ++h) {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        word v[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) v[n] = w == 0 ? values[n][h].x : w == 1 ? values[n][h].y : w == 2 ? values[n][h].z : values[n][h].w;
-        uint4 both = make_uint4(lows_of(v[0], v[1]), highs_of(v[0], v[1]), lows_of(v[2], v[3]), highs_of(v[2], v[3]));
-        sums[h * 4 + w] = scaled(sums[h * 4 + w], keep);
-        multiply_add(sums[h * 4 + w], both, weights);
-      }
-    }
+    add_tokens(of, query, p.end - at, s.scale, lane, sums, seen);
   }
-#pragma unroll
-  for (int mask = 4; mask < 32; mask *= 2) {
-    float2 other = shuffled(seen.total, mask);
-    seen.total.x += other.x;
-    seen.total.y += other.y;
-  }
-  return seen;
-}
-
-// NUM parts of one sum, and what is known of each.
-template <int NUM>
-DEVICE Seen joined(const float4* sums, int sums_step, const float4* seen, int seen_step, float4& sum) {
-  Seen all = {make_float2(NOTHING, NOTHING), make_float2(0.0f, 0.0f)};
-  float4 of[NUM];  // both heads' tops, then their totals
-#pragma unroll
-  for (int n = 0; n < NUM; ++n) {
-    of[n] = seen[n * seen_step];
-    all.top = largest(all.top, make_float2(of[n].x, of[n].y));
-  }
-  sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-  for (int n = 0; n < NUM; ++n) {
-    float2 share = shares(make_float2(of[n].x, of[n].y), all.top);
-    sum = sum + scaled(sums[n * sums_step], share);
-    all.total.x += share.x * of[n].z;
-    all.total.y += share.y * of[n].w;
-  }
-  return all;
+  return seen_by_all(seen);
 }
 
 // Item i of a piece, as lanes hold sums.
 DEVICE void leave_piece(const Step& s, int index, int i, float4 sum, const Seen& seen) {
-  int tile = i / 32, g = i % 32 / 4, head = i % 4 * 2;
-  float* to = s.parts + (index * GROUP + head) * DIM + tile / 4 * 64 + g * 8 + tile % 4 * 2;
+  int head = head_of(i);
+  float* to = s.parts + (index * GROUP + head) * DIM + dimension_of(i);
   float* level = s.levels + index * GROUP + head;
   if (head < GROUP) *(float2*)to = make_float2(sum.x / seen.total.x, sum.z / seen.total.x);
   if (head + 1 < GROUP) *(float2*)(to + DIM) = make_float2(sum.y / seen.total.y, sum.w / seen.total.y);
@@ -246,9 +180,7 @@ DEVICE void attend(const Step& s, const Layer& l, const Memory& m, word& turn, i
     Piece p = piece_of(plan, index, s.rows);
     float4 sums[HEAD_TILES] = {}, sum;
     Seen seen = attend_blocks(s, l, plan, p, warp, lane, sums);
-#pragma unroll
-    for (int tile = 0; tile < HEAD_TILES; ++tile) m.sums[warp * HEAD_SUMS + tile * 32 + lane] = sums[tile];
-    if (lane < 4) levels[warp * 4 + lane] = make_float4(seen.top.x, seen.top.y, seen.total.x, seen.total.y);
+    leave_found(m.sums + warp * HEAD_SUMS, levels + warp * 4, sums, seen, lane);
     workers_meet();
     bool is_item = thread < HEAD_SUMS;
     if (is_item) seen = joined<WARPS>(m.sums + thread, HEAD_SUMS, levels + thread % 4, 4, sum);

@@ -8,7 +8,8 @@ typedef unsigned long long mbarrier;
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 #define CONSTANT __grid_constant__
-#define KERNEL(cluster, threads) extern "C" __global__ void __cluster_dims__(cluster, 1, 1) __launch_bounds__(threads, 1)
+#define CLUSTER_KERNEL(cluster, threads) extern "C" __global__ void __cluster_dims__(cluster, 1, 1) __launch_bounds__(threads, 1)
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)  // so many to a multiprocessor
 
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE int block_index() { return blockIdx.x; }

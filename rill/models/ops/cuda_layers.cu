@@ -12,7 +12,8 @@
 // eight warps, which hold theirs (x) in registers; what they make of a tile, 16 rows of a weight, is added up in one
 // order, whatever comes first. In the matrix instructions tiles are the left side and eight rows of x the right one.
 //
-// Constants come from rill.models.decode.one_launch. Before this stand cuda_device.h, cuda_step.cu and cuda_attend.cu.
+// Constants come from rill.models.decode.one_launch. Before this stand cuda_device.h, cuda_scores.h, cuda_step.cu and
+// cuda_attend.cu.
 
 // Small things of a layer, on their way to the second cache long before: each block asks for one line.
 DEVICE void ask_for_numbers(const Layer& l) {
@@ -88,7 +89,7 @@ DEVICE void work(const Step& s, const Memory& m, int thread) {
   if (thread == 0 && count_and_get(s.counters + 1) == BLOCKS - 1) s.counters[0] = s.counters[1] = 0;
 }
 
-KERNEL(CLUSTER, 32 * (WARPS + FEEDERS)) layers(const CONSTANT Step s) {
+CLUSTER_KERNEL(CLUSTER, 32 * (WARPS + FEEDERS)) layers(const CONSTANT Step s) {
   Memory m = memory_of(shared_memory());
   int thread = thread_index(), warp = thread / 32, lane = thread % 32;
   if (thread == 0) {

@@ -133,7 +133,7 @@ DEVICE void leave_part(const Product& p, int part, int thread, float (&sums)[SUM
   }
 }
 
-KERNEL(1, 128 * GROUPS + 32) product(const CONSTANT Product p) {
+KERNEL(128 * GROUPS + 32, 1) product(const CONSTANT Product p) {
   char* memory = shared_memory();
   memory += (1024 - shared_address(memory) % 1024) % 1024;
   Stages s = {memory, (mbarrier*)(memory + STAGES * STAGE_BYTES), (mbarrier*)(memory + STAGES * STAGE_BYTES) + STAGES};

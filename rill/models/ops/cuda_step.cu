@@ -4,12 +4,11 @@
 
 constexpr int CLUSTER = 4, WARPS = 8, FEEDERS = WARPS / 2, WORKERS = 32 * WARPS;
 constexpr int CLUSTERS = BLOCKS / CLUSTER;
-constexpr int GROUP = HEADS / KV_HEADS, QKV = (HEADS + 2 * KV_HEADS) * DIM;
+constexpr int QKV = (HEADS + 2 * KV_HEADS) * DIM;
 constexpr int ROWS = 8;  // of x; a step may have fewer
 constexpr int OUT_ROWS = (SIZE / 8 + CLUSTERS - 1) / CLUSTERS * 8, OUT_TILES = (OUT_ROWS + 15) / 16;
 constexpr int OUT_SUMS = OUT_TILES * 32, OUT_SHARE = OUT_SUMS / CLUSTER;  // of a cluster; of a block
-constexpr int HEAD_TILES = DIM / 16, HEAD_SUMS = HEAD_TILES * 32, HEAD_SHARE = HEAD_SUMS / CLUSTER;
-constexpr float NOTHING = -1e30f;
+constexpr int HEAD_SHARE = HEAD_SUMS / CLUSTER;
 
 DEVICE constexpr int most(int a, int b) { return a > b ? a : b; }
 
@@ -54,7 +53,7 @@ static_assert(
     WARPS * SLOTS * (SLOT_BYTES + 16) + SUM_BYTES + RECEIVED_BYTES + ATTENDED_BYTES + ROWS * WARPS * 4 + 8 + (int)sizeof(Plan) <=
         MEMORY_BYTES,
     "too much");
-static_assert(GROUP <= 8 && DIM % 64 == 0 && SIZE % 32 == 0 && INNER % 32 == 0, "a shape");
+static_assert(SIZE % 32 == 0 && INNER % 32 == 0, "a shape");
 
 struct Memory {
   char* rings;
@@ -182,8 +181,6 @@ struct Inputs {
     }
   }
 };
-
-DEVICE float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
 // A warp's sums of tiles [from, to), left in m.sums.
 DEVICE void multiply(const Part& part, int from, int to, const Inputs& x, const Memory& m, Ring& ring, int warp, int lane) {

@@ -1,7 +1,8 @@
 """Decode attention over the paged cache: one query per row, every key/value head read once.
 
-There is one program for each entry of the work list (rill.models.decode.decode_work) and key/value head. Where rows are
-cut, a launch behind it joins their pieces, in their order, so a row has the same bits whatever the batch.
+There is one program for each entry of the work list (rill.models.decode.decode_work) and key/value head; on Hopper
+rill.models.ops.cuda_decode takes that part. Where rows are cut, a launch behind it joins their pieces, in their order,
+so a row has the same bits whatever the batch.
 What a group of rows has in common is read once for all of them by a launch before, whose parts are joined too.
 The list is data: a captured graph serves every mixture of lengths whose list fits its number of programs.
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from rill.models.decode.attention_paged import LayerCache
 from rill.models.decode.decode_work import GROUP_ROWS, MAX_PIECES, TILE, WORDS, DecodeWork, Run
 from rill.models.eager import ScoreRule
+from rill.models.ops import cuda_decode
 from rill.models.ops.triton_fp8 import as_read, widened_pairs
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
@@ -153,7 +155,12 @@ def _decode(  # type: ignore[no-untyped-def]
 
 
 class DecodeAttention:
-    """Buffers for the pieces of up to max_rows rows, made once so that graphs can refer to them."""
+    """Buffers for the pieces of up to max_rows rows, made once so that graphs can refer to them.
+
+    uses_copies: what cuda_decode can do is done by it.
+    """
+
+    uses_copies = False
 
     num_warps = 4
     num_stages = {0: 3, 1: 3, 2: 4}
@@ -203,8 +210,14 @@ class DecodeAttention:
                 M=GROUP_ROWS * joined,
                 num_warps=8,
             )
+        uses_copies = self.uses_copies and cuda_decode.covers(query_BW, cache, rule)
         for run in work.runs:
-            launch(work.entries, run, ROWS=1, M=max(16, power_of_2(group)), num_warps=self.num_warps)
+            if uses_copies:
+                cuda_decode.decode(
+                    query_BW, cache, tables, work, run, self._heads, out, self._part, self._stat, scale
+                )
+            else:
+                launch(work.entries, run, ROWS=1, M=max(16, power_of_2(group)), num_warps=self.num_warps)
             if work.pieces is not None:
                 rows = slice(run.first_row, run.first_row + run.num_rows)
                 _join[(run.num_rows, self._heads)](

@@ -62,7 +62,8 @@ template <class F> static void wait_until(F is_true) {
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
 #define CONSTANT
-#define KERNEL(cluster, threads) static constexpr int CLUSTER_SIZE = cluster, BLOCK_THREADS = threads; static void
+#define CLUSTER_KERNEL(cluster, threads) static constexpr int CLUSTER_SIZE = cluster, BLOCK_THREADS = threads; static void
+#define KERNEL(threads, blocks) CLUSTER_KERNEL(1, threads)
 
 DEVICE int thread_index() { return current->index; }
 DEVICE int block_index() { return current->block; }
