@@ -86,7 +86,10 @@ class CudaRunner(ModelRunner):
             max_rows=max_num_seqs,
             device=device,
         )
-        decode.uses_copies = self._finds_copies(num_heads, num_kv_heads, head_dim, config.block_size)
+        # What is batch_invariant has the bits of a trainer's scorer, whose attention is the one in Triton.
+        decode.uses_copies = not batch_invariant and self._finds_copies(
+            num_heads, num_kv_heads, head_dim, config.block_size
+        )
         self.use_kernels(TritonKernels(decode), fast_path=config.fast_path)
         self._skinny: SkinnyStages | None = None
         self._one_launch: OneLaunch | None = None

@@ -12,7 +12,7 @@ list of their own, with all rows of a group to an entry, and come before each ro
     contexts   A ▒▒▒▒▒▒▒▒▒▒▒▒ ███      B ▒▒▒▒▒▒▒▒▒▒▒▒ █      C ▒▒▒▒▒▒▒▒▒▒▒▒ ██
     shared     ABC0  ABC1  ABC2        own   A3  B3  C3
 
-Made on the host by rill.inference.native, read by rill.models.ops.triton_decode.
+Made on the host by rill.inference.native, read by rill.models.ops.triton_decode and cuda_decode.
 
 Axes: B row.
 """

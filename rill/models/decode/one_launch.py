@@ -29,10 +29,8 @@ from rill.models.decode.structure import MLP, Layer
 from rill.models.eager import TOLERANCES
 from rill.models.ops.cuda_driver import CudaKernel
 
-MAX_ROWS = 4
-"""With more, kernels launched one by one take as long: found by trying, on an H200."""
-ROWS, CLUSTER, NUM_WARPS, NUM_THREADS, SLOT_BYTES = 8, 4, 8, 384, 3072
-"""As in the source: rows that there is room for, blocks that share their sums, warps of each that compute, threads, and
+MAX_ROWS, CLUSTER, NUM_WARPS, NUM_THREADS, SLOT_BYTES = 8, 4, 8, 384, 3072
+"""As in the source: rows, blocks that share their sums, warps of each that compute, threads, and
 what a ring holds of a tile in one piece."""
 MEMORY_BYTES = 227 << 10
 """Of a block: all that a multiprocessor has for it."""
@@ -79,8 +77,8 @@ class LaunchShape:
         out_tiles = ((self.size // 8 + clusters - 1) // clusters + 1) // 2
         sums = max(out_tiles * NUM_WARPS * 512, NUM_WARPS * (2 * self.dim + 4) * 16)
         received = CLUSTER * max(out_tiles * 8, self.dim // 2 + 4) * 16
-        attended = ROWS * 64 * -(-self.heads * self.dim // 32 // CLUSTER)
-        rest = sums + received + attended + ROWS * NUM_WARPS * 4 + 8 + 4 * (6 * ROWS + 4)
+        attended = MAX_ROWS * 64 * -(-self.heads * self.dim // 32 // CLUSTER)
+        rest = sums + received + attended + MAX_ROWS * NUM_WARPS * 4 + 8 + 4 * (6 * MAX_ROWS + 4)
         return {
             "SIZE": self.size, "INNER": self.inner, "HEADS": self.heads, "KV_HEADS": self.kv_heads, "DIM": self.dim,
             "CACHE_BLOCK": self.cache_block, "BLOCKS": num_blocks, "MEMORY_BYTES": MEMORY_BYTES,
@@ -116,11 +114,11 @@ class OneLaunch:
         self._pointers: list[int] = []
         self._table = torch.zeros(len(decoder.layers) * NUM_POINTERS, dtype=torch.int64, device=device)
         kv_heads, group = shape.kv_heads, shape.heads // shape.kv_heads
-        num_pieces = ROWS * kv_heads + num_blocks
+        num_pieces = MAX_ROWS * kv_heads + num_blocks
         like = torch.zeros(0, dtype=torch.bfloat16, device=device)
         self._scratch = (
-            like.new_empty(ROWS, (shape.heads + 2 * kv_heads) * shape.dim),
-            like.new_empty(ROWS, shape.inner),
+            like.new_empty(MAX_ROWS, (shape.heads + 2 * kv_heads) * shape.dim),
+            like.new_empty(MAX_ROWS, shape.inner),
             like.new_empty(num_pieces, group, shape.dim, dtype=torch.float32),
             like.new_empty(num_pieces, group, dtype=torch.float32),
             torch.zeros(2, dtype=torch.int32, device=device),
@@ -134,7 +132,7 @@ class OneLaunch:
         hidden_BE = self._decoder.embedded(ids_B)
         self._note_pointers(cache)
         rows, tables = len(ids_B), batch.block_tables_BM
-        assert rows <= ROWS and batch.table_rows_B is not None
+        assert rows <= MAX_ROWS and batch.table_rows_B is not None
         numbers = (positions_B, batch.slots_N, batch.context_lens_B, batch.table_rows_B, tables)
         assert all(n.dtype == torch.int32 for n in numbers)
         step = Step(
@@ -147,17 +145,18 @@ class OneLaunch:
     def check(self, tables: Tensor, cache: list[LayerCache]) -> None:
         """Raise where it computes something else than the decoder, of a first token to each of a few rows. Before any
         block or table row is in use."""
-        device, block_size = tables.device, cache[0].keys.shape[1]
-        row_numbers = np.arange(MAX_ROWS, dtype=np.int32)
-        entries, pieces, runs = work_in_runs(np.ones_like(row_numbers), row_numbers, MAX_ROWS)
+        device, (num_blocks, block_size) = tables.device, cache[0].keys.shape[:2]
+        count = min(MAX_ROWS, len(tables) - 1, num_blocks - 1)
+        row_numbers = np.arange(count, dtype=np.int32)
+        entries, pieces, runs = work_in_runs(np.ones_like(row_numbers), row_numbers, count)
         rows_B = torch.from_numpy(row_numbers).to(device)
-        tables[:MAX_ROWS, 0] = rows_B + 1
+        tables[:count, 0] = rows_B + 1
         batch = PagedBatch(
             slots_N=(rows_B + 1) * block_size,
             query_starts_B1=rows_B,
             context_lens_B=torch.ones_like(rows_B),
             block_tables_BM=tables,
-            num_decodes=MAX_ROWS,
+            num_decodes=count,
             table_rows_B=rows_B,
             decode_work=DecodeWork(
                 torch.from_numpy(entries).to(device), runs, torch.from_numpy(pieces).to(device)
@@ -166,7 +165,7 @@ class OneLaunch:
         ids_B, positions_B = rows_B + 1, torch.zeros_like(rows_B)
         found = self(ids_B, positions_B, batch, cache).float()
         wanted = self._decoder(ids_B, positions_B, batch, cache).float()
-        tables[:MAX_ROWS, 0] = 0
+        tables[:count, 0] = 0
         error = float((found - wanted).norm() / wanted.norm())
         if not error <= TOLERANCES[torch.bfloat16]:
             raise EngineError(f"a step in one launch is {error:.2g} off what the decoder gives")

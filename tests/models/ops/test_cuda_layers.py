@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rill.models.decode.one_launch import ROWS, SOURCES, LaunchShape, Step
+from rill.models.decode.one_launch import MAX_ROWS, SOURCES, LaunchShape, Step
 
 CASES: dict[str, tuple[dict[str, Any], list[int], int, int]] = {
     # what the model has, lengths of the rows, rows of padding behind them, blocks where threads are emulated
@@ -173,10 +173,10 @@ def in_one_launch(model: Model, num_blocks: int, launch: Callable[[Step], None])
     ]
     table = torch.tensor(pointers, dtype=torch.int64, device=device)
     nothing = torch.full((), float("nan"), device=device)
-    group, num_pieces = shape.heads // shape.kv_heads, ROWS * shape.kv_heads + num_blocks
+    group, num_pieces = shape.heads // shape.kv_heads, MAX_ROWS * shape.kv_heads + num_blocks
     scratch = [
-        nothing.bfloat16().repeat(ROWS * (shape.heads + 2 * shape.kv_heads) * shape.dim),
-        nothing.bfloat16().repeat(ROWS * shape.inner),
+        nothing.bfloat16().repeat(MAX_ROWS * (shape.heads + 2 * shape.kv_heads) * shape.dim),
+        nothing.bfloat16().repeat(MAX_ROWS * shape.inner),
         nothing.repeat(num_pieces * group * shape.dim),
         nothing.repeat(num_pieces * group),
         torch.zeros(2, dtype=torch.int32, device=device),
