@@ -7,6 +7,8 @@ along a cosine.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from rill.config import PartConfig
 from rill.data.base import Split, open_dataset
@@ -27,18 +29,22 @@ class WarmStart:
         learning_rate: float,
         seed: int,
         num_done: int = 0,
+        place: Mapping[str, Any] | None = None,
     ) -> None:
-        """`num_done`: of the steps, by a trainer whose state this one has loaded."""
+        """`num_done`: of the steps, by a trainer whose state this one has loaded, and where it stood in the data."""
         self.trainer = SFTTrainer.sharing(trainer, learning_rate=learning_rate)
         self._num_steps = steps
         self._learning_rate = learning_rate
         self._encoder = open_encoder(trainer.config)
         dataset = open_dataset(data, Split.TRAIN, check=check_written)
         rank, size = trainer.world.data_rank, trainer.world.data_size
-        self._loader = open_loader(dataset, LoaderConfig(seed=seed), rank=rank, world=size)
+        self.loader = open_loader(dataset, LoaderConfig(seed=seed), rank=rank, world=size)
         self._batch_size = max(1, batch_size // size)
         self._step = num_done
-        self._loader.next(num_done * self._batch_size)
+        if place is None:
+            self.loader.next(num_done * self._batch_size)
+        else:
+            self.loader.load_state(place)
 
     @property
     def is_over(self) -> bool:
@@ -49,7 +55,7 @@ class WarmStart:
         for _ in range(num_steps):
             self.trainer.rate = self._rate()
             metrics = self.trainer.update(
-                [self._encoder.encode(p) for p in self._loader.next(self._batch_size)]
+                [self._encoder.encode(p) for p in self.loader.next(self._batch_size)]
             )
             self._step += 1
         return {"sft/loss": metrics["loss"], "sft/train_tokens_per_s": metrics["train_tokens_per_s"]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -25,7 +26,7 @@ from rill.types import PolicyVersion, Sample
 from rill.weights import Canary, CanaryProof, Tolerance
 from rill.workers.config import SyncConfig, WarmStartConfig
 from rill.workers.edges import Edge
-from rill.workers.learners import Advantages, PolicyLearner
+from rill.workers.learners import Advantages, PolicyLearner, load_place, save_place
 from rill.workers.scorers import TeacherConfig, rendezvous_of
 
 
@@ -58,6 +59,7 @@ class ActorWorker(PolicyLearner):
         self.judges = not (has_critic or self.algorithm.is_group_scoped)
         self._open_publisher(sync)
         self._warm_start: WarmStart | None = None
+        self._warm_place: dict[str, Any] | None = None
         self._log = None if run_dir is None else TrainedLog(Path(run_dir), f"actor-{self.rank}")
         if self._log is not None:
             self.trainer.on_trained = self._log.write
@@ -86,12 +88,23 @@ class ActorWorker(PolicyLearner):
         with self.device_lock():
             if self._warm_start is None:
                 settings = config.model_dump(exclude={"data"})
-                self._warm_start = WarmStart(self.trainer, data, **settings, seed=seed, num_done=num_done)
+                self._warm_start = WarmStart(
+                    self.trainer, data, **settings, seed=seed, num_done=num_done, place=self._warm_place
+                )
             metrics = self._warm_start.run(num_steps)
             if self._warm_start.is_over:
                 self._warm_start.trainer.finish()
                 self._warm_start = None
             return metrics
+
+    def save(self, folder: str) -> None:
+        super().save(folder)
+        if self._warm_start is not None:
+            save_place(folder, self._warm_start.loader, self.trainer.world)
+
+    def load(self, folder: str) -> None:
+        super().load(folder)
+        self._warm_start, self._warm_place = None, load_place(folder, self.trainer.world)
 
     def _train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
         """One step from `version`: gradients are added chunk by chunk, and the optimizer steps when the batch is

@@ -12,17 +12,19 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rill.algorithms import Algorithm, AlgorithmConfig, Scope
+from rill.data.loader import PromptSource
 from rill.errors import CheckpointError
 from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import write_atomically
+from rill.training.parallel import World
 from rill.training.trainer import Trainer
 from rill.training.value import ValueTrainer
 from rill.types import PolicyVersion, Sample
@@ -35,7 +37,7 @@ from rill.workers.scorers import rendezvous_of, with_column
 if TYPE_CHECKING:
     from rill.training.robots import RobotTrainer
 
-ALGORITHM_FILE = "algorithm.json"
+ALGORITHM_FILE, LOADER_FILE = "algorithm.json", "loader.json"
 
 
 class LearningWorker(Worker):
@@ -78,6 +80,26 @@ class LearningWorker(Worker):
             self.algorithm.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def save_place(folder: str, source: PromptSource, world: World) -> None:
+    """Where each data rank stands in what it reads."""
+    if world.leads:
+        write_atomically(Path(folder) / f"{world.data_rank}-{LOADER_FILE}", json.dumps(source.state()))
+
+
+def load_place(folder: str, world: World) -> dict[str, Any] | None:
+    """None: nothing was being read when this was saved."""
+    paths = [Path(folder) / f"{rank}-{LOADER_FILE}" for rank in (world.data_rank, 0)]
+    # Where fewer ranks wrote it all stood at the same place, so the first one's will do.
+    path = next((each for each in paths if each.exists()), None)
+    if path is None:
+        return None
+    try:
+        place: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return place
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 class PolicyLearner(PublishingWorker, LearningWorker):

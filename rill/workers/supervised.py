@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rill.config import PartConfig
@@ -12,16 +10,13 @@ from rill.data.base import Split, open_dataset, open_indexed
 from rill.data.loader import LoaderConfig, open_loader
 from rill.data.sft import SFTEncoder
 from rill.errors import CheckpointError, ConfigError, DataError
-from rill.telemetry.run import write_atomically
 from rill.training.engine_config import EngineConfig
 from rill.training.preference import PairTrainer, PreferenceTrainer, open_loss
 from rill.training.score import ScoreModel
 from rill.training.sft import SFTTrainer, open_encoder
 from rill.types import Prompt
-from rill.workers.learners import LearningWorker
+from rill.workers.learners import LearningWorker, load_place, save_place
 from rill.workers.scorers import rendezvous_of
-
-LOADER_FILE = "loader.json"
 
 
 class Kind(NamedTuple):
@@ -88,19 +83,19 @@ class SupervisedWorker(LearningWorker):
 
     def save(self, folder: str) -> None:
         super().save(folder)
-        if self.trainer.world.leads:
-            path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
-            write_atomically(path, json.dumps(self.loader.state()))
+        save_place(folder, self.loader, self.trainer.world)
 
     def load(self, folder: str) -> None:
         super().load(folder)
-        path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
-        if not path.exists():  # fewer ranks wrote it: all stood at the same place, so the first one's will do
-            path = path.with_name(f"0-{LOADER_FILE}")
+        place = load_place(folder, self.trainer.world)
+        if place is None:
+            raise CheckpointError(f"{folder} does not say how far the data was read")
         try:
-            self.loader.load_state(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+            self.loader.load_state(place)
+        except KeyError as error:
+            raise CheckpointError(
+                f"{folder} does not say how far the data was read: {error} is missing"
+            ) from error
 
     def export(self, folder: str) -> None:
         self.trainer.export(folder)

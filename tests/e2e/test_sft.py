@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
+from rill.errors import RillError, RunError
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
 from rill.workflows.loop import Observer, StepReport
@@ -170,6 +171,33 @@ def test_rl_starts_from_a_supervised_model_and_the_other_way_round(
     assert_went_on(run, policy)
     said = [note for report in reports for note in report.notes]
     assert len(said) == 1 and said[0].startswith("no evaluations: dataset 'parquet' has no held_out prompts")
+
+
+@pytest.mark.timeout(180)
+def test_a_warm_up_that_goes_on_notices_that_its_data_was_edited(jsonl: str, tmp_path: Path) -> None:
+    def stop(report: StepReport) -> None:
+        if report.phase == "warm-up" and report.step == 30:
+            raise RunError("stopped by the test")
+
+    path = tmp_path / "chats.jsonl"
+    rows = Path(jsonl.removeprefix("data.path=")).read_text().splitlines()
+    path.write_text("\n".join(rows))
+    own = (
+        "loop.steps=1",
+        "sft.steps=40",
+        "eval.num_prompts=0",
+        "sft.data.type=jsonl",
+        f"sft.data.path={path}",
+    )
+    with pytest.raises(RunError, match="stopped by the test"):
+        tiny.start(tmp_path, "edited", *own, observers=[stop])
+    path.write_text("\n".join([*rows[1:], rows[0]]))
+    with pytest.raises(RillError, match="has other rows than the loader had read"):
+        tiny.resume(Run.open("edited", root=tmp_path))
+    path.write_text("\n".join(rows))
+    later: list[StepReport] = []
+    tiny.resume(Run.open("edited", root=tmp_path), observers=[later.append])
+    assert later[0].phase == "warm-up" and later[0].step > 4
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Decode attention on Hopper (cuda_decode.cu), of pieces that rill.models.decode.decode_work lists.
 
-The cache is read by the copy engine, 16 tokens of two key/value heads at a time. Where this can, it takes the place of the
-kernel in Triton (rill.models.ops.triton_decode), which calls it.
+The cache is read by the copy engine, 16 tokens of two key/value heads at a time. Where this can, it takes the place of
+the kernel in Triton (rill.models.ops.triton_decode), which calls it.
 
 Axes: B row, H query head, K key/value head, D head dimension.
 """
