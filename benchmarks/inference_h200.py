@@ -203,7 +203,7 @@ def few(engine: NativeEngine) -> None:
 def wide(engine: NativeEngine) -> None:
     """Steps of 64 to 256 rows, with the library's products in place of ours and with attention in Triton, by turns."""
     runner: Any = engine._runner
-    own, attention = runner._wide, runner.decoder.ops.decode
+    own, attention = runner._wide, runner.decoder.ops._decode
     ways = ("ours", "library's products", "attention in Triton")
     least: dict[str, dict[int, float]] = {way: {} for way in ways}
     most: dict[str, int] = dict.fromkeys(ways, 0)

@@ -12,6 +12,7 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,8 +88,8 @@ def check(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dev
     shape = (len(lengths) * per_row, block_size, num_kv_heads, head_dim)
     held, query = LayerCache(drawn(*shape), drawn(*shape)), drawn(len(lengths), num_heads * head_dim)
     tables = torch.arange(shape[0], dtype=torch.int32, device=device).view(len(lengths), per_row)
-    lens, rows = torch.tensor(lengths, dtype=torch.int32), torch.arange(len(lengths), dtype=torch.int32)
-    entries, _, runs = work_in_runs(lens.numpy(), rows.numpy(), len(lengths))
+    lens, rows = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
+    entries, _, runs = work_in_runs(lens, rows, len(lengths))
     out = torch.empty(len(lengths), num_heads, head_dim, dtype=bf16, device=device)
     room = torch.empty(len(lengths) * num_heads * MAX_PIECES * head_dim, device=device)
     work = DecodeWork(torch.from_numpy(entries).to(device), runs, None)

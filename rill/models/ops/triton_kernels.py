@@ -334,7 +334,7 @@ class TritonKernels:
     """DecoderOps on CUDA."""
 
     def __init__(self, decode: DecodeAttention) -> None:
-        self.decode = decode
+        self._decode = decode
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
@@ -415,14 +415,14 @@ class TritonKernels:
         assert rows is not None
         if batch.num_decodes:
             assert batch.decode_work is not None
-            self.decode(query_NW, cache, tables, batch.decode_work, out, rule)
+            self._decode(query_NW, cache, tables, batch.decode_work, out, rule)
         if batch.prefill_tiles is not None:
             scale, window, softcap, sinks_H = rule
             keys, values, widen = as_read(*cache, query_NW)
             _prefill[(batch.prefill_tiles.shape[0], num_heads)](
                 query_NW, query_NW.shape[1], keys, values, tables, tables.stride(0), rows, batch.query_starts_B1, lens,
                 batch.prefill_tiles, out, sinks_H, scale, window, softcap, num_heads, kv_heads, D=dim,
-                DP=self.decode.dim_padded, BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0,
+                DP=self._decode.dim_padded, BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0,
                 HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, WIDEN=widen,
                 PRECISION=precision(query_NW.dtype), num_warps=4, num_stages=2,
             )  # fmt: skip

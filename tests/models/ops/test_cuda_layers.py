@@ -7,14 +7,22 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from rill.errors import EngineError
+from rill.inference.native.engine import NativeEngine
+from rill.models.decode import one_launch
+from rill.models.decode.attention_paged import PagedBatch
+from rill.models.decode.decoder import Decoder
 from rill.models.decode.one_launch import MAX_ROWS, SOURCES, LaunchShape, Step
+from rill.models.loading import ModelConfig
 
 CASES: dict[str, tuple[dict[str, Any], list[int], int, int]] = {
     # what the model has, lengths of the rows, rows of padding behind them, blocks where threads are emulated
@@ -239,6 +247,62 @@ def test_threads_in_any_order_compute_what_torch_computes(
 
     in_one_launch(found, num_blocks, launch)
     check(found, wanted, len(lengths))
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "num_rows"), [(9, MAX_ROWS), (2, 2)], ids=["all rows", "an engine of two slots"]
+)
+def test_the_check_at_start_compares_as_many_rows_as_there_are(
+    num_slots: int, num_rows: int, emulator: Callable[[dict[str, int]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {
+        "model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32,
+        "num_key_value_heads": 1, "intermediate_size": 256, "max_position_embeddings": 64,
+    }  # fmt: skip
+    config = NativeEngine.Config(
+        model=ModelConfig(shape=shape), dtype="bfloat16", max_num_seqs=num_slots, num_kv_blocks=12
+    )
+    engine = NativeEngine(config)
+    decoder, cache = engine._runner.decoder, engine._runner.cache
+    assert decoder is not None and cache[0].keys.dtype is torch.bfloat16
+    seen, computes = [], True
+
+    def kernel_of(_: str, __: str, macros: dict[str, int], **___: int) -> SimpleNamespace:
+        emulate = emulator(macros).emulate
+
+        def launch(num_blocks: int, num_threads: int, step: Step) -> None:
+            assert not computes or emulate(ctypes.byref(step), 1) == 0
+            seen.append(step.rows)
+
+        return SimpleNamespace(launch=launch)
+
+    compute = Decoder.__call__
+
+    def on_a_processor(of: Decoder, ids: Tensor, positions: Tensor, batch: PagedBatch, held: Any) -> Tensor:
+        """Whose kernels want other numbers than the device's, and tables of the batch's rows alone."""
+        starts, tables = torch.arange(len(ids) + 1, dtype=torch.int32), batch.block_tables_BM[: len(ids)]
+        batch = replace(
+            batch,
+            slots_N=batch.slots_N.long(),
+            query_starts_B1=starts,
+            block_tables_BM=tables,
+            table_rows_B=None,
+        )
+        return compute(of, ids.long(), positions.long(), batch, held)
+
+    monkeypatch.setattr(Decoder, "__call__", on_a_processor)
+    monkeypatch.setattr(one_launch, "CudaKernel", kernel_of)
+    monkeypatch.setattr(one_launch, "num_blocks_of", lambda _: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    one = one_launch.OneLaunch.of(decoder, config.block_size, torch.device("cpu"))
+    assert one is not None
+    tables = torch.zeros(num_slots + 1, 4, dtype=torch.int32)
+    one.check(tables, cache)
+    assert seen == [num_rows] and not tables.any()
+    computes = False
+    with pytest.raises(EngineError, match="off what the decoder gives"):
+        one.check(tables, cache)
+    engine.close()
 
 
 @pytest.mark.gpu
