@@ -134,17 +134,16 @@ def test_filtered_tokens_are_those_of_the_host(filters: tuple[int, float, float]
     batch = SamplingBatch(np.ones(rows, dtype=np.float32), *columns, uniform_S=generator.random(rows))
     expected, scores = sample(logits.float(), batch)
     device = torch.device("cuda")
-    tokens, last = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
-    ones, slots = torch.ones(rows, device=device), torch.arange(rows, dtype=torch.int32, device=device)
-    logprobs, uniform = torch.empty_like(ones), torch.from_numpy(batch.uniform_S).float().to(device)
-    on_device = [torch.from_numpy(column).to(device) for column in columns]
-    TritonSampler(rows, vocab, device)(
-        logits.to(device), ones, torch.zeros_like(slots), uniform, slots, last, tokens, logprobs,
-        (on_device[0], on_device[1], on_device[2]),
-    )  # fmt: skip
-    same = tokens.cpu() == expected
+    slots, last, zero = (torch.arange(n, dtype=torch.int32, device=device) for n in (rows, rows, 1))
+    words = [torch.ones(rows), torch.zeros(rows), torch.from_numpy(batch.uniform_S).float()]
+    words += [torch.from_numpy(column) for column in columns]
+    on_device = [slots, *(word.view(torch.int32).to(device) for word in words)]
+    numbers = torch.empty(1, 2, rows, dtype=torch.int32, pin_memory=True)
+    TritonSampler(rows, vocab, device)(logits.to(device), on_device, last, numbers, zero)
+    torch.cuda.synchronize()
+    same = numbers[0, 0] == expected
     assert same.float().mean() > 0.98, "but for a sum's last bits"
-    assert torch.allclose(logprobs.cpu()[same], scores[same], atol=1e-3)
+    assert torch.allclose(numbers[0, 1].view(torch.float32)[same], scores[same], atol=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,10 +1,10 @@
 """The CUDA runner: turns of steps are enqueued on one stream and read one turn late.
 
-    host    build n+1 │ upload, launch n+1 │ read n │ build n+2 │ …
+    host    build n+1 │ launch n+1 │ read n │ build n+2 │ …
     device  ───── turn n ─────►│───── turn n+1 ─────►│ …
 
-Sampled tokens stay on the device in `last_tokens`, one per slot, where the next step picks them up; the host sees
-them when their copy has arrived. Block tables live on the device too and receive only what changed.
+Sampled tokens stay on the device in `last_tokens`, one per slot, where the next step picks them up; they are written to
+the host's memory too. Block tables live on the device and receive only what changed.
 
 A step of pure generation is replayed from a captured graph (decode_graphs.py), one with short prompts from two, the
 prompts' (prompt_graphs.py) and that; other steps are launched kernel by kernel.
@@ -25,7 +25,21 @@ import torch
 from rill.errors import EngineError
 from rill.inference.collector import CollectorHold
 from rill.inference.native.batch import StepBatch, changed_places
-from rill.inference.native.decode_graphs import NUM_PROGRAMS, Array, DecodeGraphs, Upload, sampling_columns
+from rill.inference.native.decode_graphs import (
+    ADAPTER_COLUMN,
+    CHANGES_COLUMN,
+    IDS_COLUMN,
+    NUM_PROGRAMS,
+    PLACE_COLUMN,
+    POSITIONS_COLUMN,
+    SLOTS_COLUMN,
+    Array,
+    DecodeGraphs,
+    StepInputs,
+    StepRing,
+    Upload,
+    sampling_columns,
+)
 from rill.inference.native.device_pool import DevicePool
 from rill.inference.native.logit_edits import apply_edits
 from rill.inference.native.model_runner import (
@@ -49,7 +63,7 @@ from rill.models.decode.skinny import MAX_ROWS, SkinnyStages, WideStages
 from rill.models.ops import cuda_decode, triton_experts
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.triton_decode import DecodeAttention
-from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels, newest_tokens
+from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels, take_inputs
 from rill.models.ops.triton_logprob import token_logprobs
 from rill.models.routing import UNKNOWN
 from rill.models.vision import VisualRows
@@ -107,24 +121,26 @@ class CudaRunner(ModelRunner):
         self._num_columns = -(-loaded.max_len // config.block_size)
         self._tables = torch.zeros(max_num_seqs + 1, self._num_columns, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
-        shape_KS = (num_scheduler_steps, 2, max_num_seqs)
-        self._numbers = torch.empty(shape_KS, dtype=torch.int32, device=device)
-        self._host_numbers = [torch.empty(shape_KS, dtype=torch.int32, pin_memory=True) for _ in range(3)]
-        self._turn = 0
+        # Tokens and the bits of their log-probabilities: nobody's, and those of the steps of three turns.
+        places = (1 + 3 * num_scheduler_steps, 2, max_num_seqs)
+        self._numbers = torch.empty(places, dtype=torch.int32, pin_memory=True)
+        self._edited = torch.empty(1, *places[1:], dtype=torch.int32, device=device)
+        self._zero = torch.zeros(1, dtype=torch.int32, device=device)
+        self._num_steps, self._turn = num_scheduler_steps, 0
         self._collector = CollectorHold()
         words = 9 * (max_batched_tokens + max_num_seqs) + 2 * max_num_seqs * self._num_columns + 1024
         words += (max_batched_tokens if batch_invariant else max_num_seqs) * MAX_OWN_PIECES * WORDS
-        # A step of pure generation uploads at most four times, one with prompts six times, and two turns are under way.
-        num_staging = 2 * (4 * num_scheduler_steps + 3)
-        num_usual = max(DecodeGraphs.num_words(max_num_seqs), PromptGraphs.num_words())
-        self._upload = Upload(words, num_usual, device, num_staging)
+        # A step of pure generation uploads at most twice, one with prompts six times, and two turns are under way.
+        num_usual = max(DecodeGraphs.num_shared_words(max_num_seqs), PromptGraphs.num_words())
+        self._upload = Upload(words, num_usual, device, 2 * (2 * num_scheduler_steps + 4))
         self._offload = WeightOffload(device)
         self._cache_pool = DevicePool(device)
         self._cached: tuple[int, CacheShape] | None = None
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = DecodeGraphs(
-            max_num_seqs, self._tables, self._upload, self._logits_of, self._stream,
-            num_entries=max(1, NUM_PROGRAMS // num_kv_heads), is_invariant=batch_invariant,
+            max_num_seqs, self._tables, self._upload, self._step, self._stream,
+            num_staging=3 * num_scheduler_steps + 1, num_entries=max(1, NUM_PROGRAMS // num_kv_heads),
+            is_invariant=batch_invariant,
             shares_prefixes=not batch_invariant and all(call.rule.window == 0 for call in calls),
             num_new=1 + config.num_speculative_tokens,
         )  # fmt: skip
@@ -262,29 +278,30 @@ class CudaRunner(ModelRunner):
     def launch(self, steps: list[StepBatch]) -> PendingTurn:
         scores: list[torch.Tensor] = []
         top = None
-        for index, batch in enumerate(steps):
+        self._turn = (self._turn + 1) % 3
+        first = 1 + self._turn * self._num_steps
+        for place, batch in enumerate(steps, first):
             is_fast, numbers_N = self._adapter_numbers(batch)
+            columns: list[torch.Tensor] | None = None
             if self.uses_graphs and batch.is_decode_only and is_fast:
-                self._push_tables(batch)
-                logits_SV, columns = self._graphs.replay(batch, numbers_N)
+                logits_SV = self._replay(batch, numbers_N, place)
+                if batch.sampling.edits:
+                    columns = self._graphs.sampling_columns(batch.num_seqs)
             elif self.uses_graphs and (size := self._prompts.size_of(batch)):
                 logits_SV, columns, scores = self._replay_prompts(batch, size)
             else:
                 logits_SV, columns, scores = self._eager(batch, is_fast, numbers_N)
             if num_rows := len(batch.sampled):
-                logits_SV = logits_SV[:num_rows]
                 if batch.sampling.num_top:
-                    top = likeliest(logits_SV, batch.sampling)
-                self._sample(logits_SV, columns, batch.sampling, self._numbers[index])
-        self._turn = (self._turn + 1) % len(self._host_numbers)
-        host = self._host_numbers[self._turn][: len(steps)]
-        host.copy_(self._numbers[: len(steps)], non_blocking=True)
+                    top = likeliest(logits_SV[:num_rows], batch.sampling)
+                if columns is not None:
+                    self._sample(logits_SV[:num_rows], columns, batch.sampling, self._numbers[place])
         done = self._stream.record_event()
 
         def read() -> TurnResult:
             done.synchronize()
             # Copies: the buffer is written again while these are read.
-            numbers = host.numpy()[:, :, : len(steps[0].sampled)]
+            numbers = self._numbers[first : first + len(steps)].numpy()[:, :, : len(steps[0].sampled)]
             tokens_KS, logprobs_KS = numbers[:, 0].copy(), numbers[:, 1].copy().view(np.float32)
             likely = None if top is None else (top[0].cpu().numpy(), top[1].cpu().numpy())
             return TurnResult(tokens_KS, logprobs_KS, [s.cpu().numpy() for s in scores], likely)
@@ -296,8 +313,7 @@ class CudaRunner(ModelRunner):
         """The same graphs as rank 0's, whose collectives meet; their logits are not looked at."""
         for batch in steps:
             if self.uses_graphs and batch.is_decode_only:
-                self._push_tables(batch)
-                self._graphs.replay(batch, None)
+                self._replay(batch, None, place=0)
             else:
                 self.forward(batch)
 
@@ -325,6 +341,30 @@ class CudaRunner(ModelRunner):
             numbers_N[rows] = self._bank.number(name)
         return self._bank.covers_all, numbers_N
 
+    def _replay(self, batch: StepBatch, numbers_N: Array | None, place: int) -> torch.Tensor:
+        places, values = self._table_changes(batch)
+        if len(places) > batch.num_seqs:
+            self._push_tables(batch)
+            places = values = places[:0]
+        return self._graphs.replay(batch, numbers_N, place, (places, values))
+
+    def _step(
+        self, ring: StepRing, inputs: StepInputs, paged: PagedBatch, has_adapters: bool
+    ) -> torch.Tensor:
+        """What a graph captures."""
+        take_inputs(
+            ring.words, ring.turn, self._last_tokens, self._tables, inputs.words, inputs.size, inputs.stride,
+            slots=SLOTS_COLUMN, places=CHANGES_COLUMN, values=CHANGES_COLUMN + 1,
+        )  # fmt: skip
+        ids_N, positions_N = inputs.column(IDS_COLUMN), inputs.column(POSITIONS_COLUMN)
+        adapters_N = inputs.column(ADAPTER_COLUMN) if has_adapters else None
+        logits_SV = self._logits_of(ids_N, positions_N, paged, adapters_N)
+        self._sampler(
+            logits_SV, inputs.sampling(), self._last_tokens, self._numbers, inputs.column(PLACE_COLUMN),
+            (ring.turn, len(ring.words)),
+        )  # fmt: skip
+        return logits_SV
+
     def _logits_of(
         self,
         ids_N: torch.Tensor,
@@ -332,22 +372,20 @@ class CudaRunner(ModelRunner):
         paged: PagedBatch,
         adapters_N: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What a graph captures."""
-        assert paged.table_rows_B is not None
-        known = newest_tokens(ids_N, paged.table_rows_B, self._last_tokens)
+        """Of a step of pure generation."""
         skinny = self._skinny
         if skinny is not None and adapters_N is None and len(ids_N) <= MAX_ROWS:
             assert self.decoder is not None and paged.decode_work is not None
             one = self._one_launch
             if one is not None and len(ids_N) <= MAX_LAUNCH_ROWS and paged.decode_work.shared is None:
-                hidden_NE = one(known, positions_N, paged, self.cache)
+                hidden_NE = one(ids_N, positions_N, paged, self.cache)
             else:
-                hidden_NE = self.decoder(known, positions_N, paged, self.cache, stages=skinny)
+                hidden_NE = self.decoder(ids_N, positions_N, paged, self.cache, stages=skinny)
             return self.logit_rule(skinny.logits(hidden_NE))
         if self._wide is not None and adapters_N is None and len(ids_N) <= hopper.MAX_ROWS:
             assert self.decoder is not None
-            return self.logits(self.decoder(known, positions_N, paged, self.cache, stages=self._wide))
-        return self.logits(self._hidden(known, positions_N, paged, adapters_N))
+            return self.logits(self.decoder(ids_N, positions_N, paged, self.cache, stages=self._wide))
+        return self.logits(self._hidden(ids_N, positions_N, paged, adapters_N))
 
     def _hidden_of(self, ids_N: torch.Tensor, positions_N: torch.Tensor, paged: PagedBatch) -> torch.Tensor:
         """What a graph of prompts captures."""
@@ -376,7 +414,7 @@ class CudaRunner(ModelRunner):
     def _replay_prompts(
         self, batch: StepBatch, size: int
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """As _eager, in two graphs."""
+        """As _eager, in two graphs; what the second samples by itself is sampled again with the rest."""
         self._push_tables(batch)
         count = batch.num_running
         hidden_NE = self._prompts.replay(batch, size)
@@ -384,7 +422,8 @@ class CudaRunner(ModelRunner):
         rows_S, *columns = self._upload([rows, batch.sampled_slots_S, *sampling_columns(batch.sampling)])
         parts = [self.logits(hidden_NE[rows_S])] if len(rows) else []
         if count:
-            parts.insert(0, self._graphs.replay(batch.running(), None)[0][:count])
+            nothing = np.zeros(0, dtype=np.int32)
+            parts.insert(0, self._graphs.replay(batch.running(), None, 0, (nothing, nothing))[:count])
         logits_SV = torch.cat(parts) if parts else hidden_NE[:0]
         return (
             logits_SV,
@@ -460,11 +499,14 @@ class CudaRunner(ModelRunner):
         return paged, ids, positions, rows_S, columns
 
     def _push_tables(self, batch: StepBatch) -> None:
-        if not batch.table_updates:
-            return
+        if batch.table_updates:
+            at, new = self._upload([*self._table_changes(batch)])
+            self._tables.view(-1).index_copy_(0, at.long(), new)
+
+    def _table_changes(self, batch: StepBatch) -> tuple[Array, Array]:
+        """Where in the tables, and to what."""
         slots, columns = changed_places(batch.table_updates)
-        at, new = self._upload([slots * self._num_columns + columns, batch.tables[slots, columns]])
-        self._tables.view(-1).index_copy_(0, at.long(), new)
+        return slots * self._num_columns + columns, batch.tables[slots, columns]
 
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
         """In the model's dtype: the sampler's kernels read that, and half of fp32's bytes."""
@@ -481,33 +523,19 @@ class CudaRunner(ModelRunner):
         sampling: SamplingBatch,
         numbers: torch.Tensor,
     ) -> None:
-        """Into `numbers`, [2, rows], and the newest token of each slot."""
-        slots, inv_temperature, is_greedy, uniform = columns
+        """Into `numbers`, [2, rows] in the host's memory, and the newest token of each slot. For steps that are no
+        graph, and where logits are edited."""
         if sampling.edits:
             logits_SV = logits_SV.float()
             apply_edits(logits_SV, sampling.edits)
-        filters = None
-        if sampling.is_filtered:
-            top_k, top_p, min_p = self._upload(
-                [sampling.top_k_S, sampling.top_p_S.view(np.int32), sampling.min_p_S.view(np.int32)]
-            )
-            filters = (top_k, top_p.view(torch.float32), min_p.view(torch.float32))
-        rows = logits_SV.shape[0]
-        tokens_S, logprobs_S = numbers[0, :rows], numbers[1, :rows].view(torch.float32)
-        self._sampler(
-            logits_SV,
-            inv_temperature.view(torch.float32),
-            is_greedy,
-            uniform.view(torch.float32),
-            slots,
-            self._last_tokens,
-            tokens_S,
-            logprobs_S,
-            filters,
+        self._sampler(logits_SV, columns, self._last_tokens, self._edited, self._zero)
+        rows, sampled = len(logits_SV), self._edited[0]
+        masked = resample_masked(
+            logits_SV, sampling, sampled[0, :rows], sampled[1, :rows].view(torch.float32)
         )
-        masked = resample_masked(logits_SV, sampling, tokens_S, logprobs_S)
         if masked is not None:
-            self._last_tokens[slots[masked].long()] = tokens_S[masked]
+            self._last_tokens[columns[0][masked].long()] = sampled[0, masked]
+        numbers.copy_(sampled, non_blocking=True)
 
     def token_logprobs(
         self, hidden_SE: torch.Tensor, targets_S: torch.Tensor, temperature: float

@@ -1,15 +1,15 @@
 """Captured decode steps: a step in which every sequence has one token is one launch.
 
-A graph reads its inputs from fixed places on the device, filled by one copy before it is replayed:
+A graph's inputs are written into the next of a ring of buffers in the host's memory. Its first kernel takes them from
+there to fixed places on the device, where the others read them, and its last ones sample: so nothing lies between two
+steps but the end of one graph and the start of the next.
 
-    ids │ positions │ kv slots │ context lengths │ table rows │ 1/temperature │ greedy │ uniform │ adapters │ pieces │ …
-    ◄──────────── one column of max_num_seqs words each, then attention's work list
+    ids │ positions │ kv slots │ context lengths │ table rows │ sampling … │ adapters │ pieces │ … │ attention's list
+    ◄──────────── one column of a word to each row ───────────────────────────────────────────►
 
 There is one for each of a few batch sizes, captured before the first request with a work list of attention that most
 batches fit in; on first use for lists of two, four, … times as many entries, for rows that are cut where most are not,
 for adapters and for prompts that rows share. Rows beyond the batch write to the null block and are not in the list.
-
-Sampling stays outside: it is two launches, and its variants would multiply the graphs.
 """
 
 from __future__ import annotations
@@ -48,19 +48,41 @@ Array = npt.NDArray[np.int32]
 NUM_PROGRAMS = 512
 """Of attention, that keep a device busy: about four to a multiprocessor."""
 MIN_SHARED_ENTRIES = 64
-NUM_COLUMNS = 10
-SAMPLING_COLUMNS = range(4, 8)
-"""Table rows, 1/temperature, greedy, uniform: what the sampler reads."""
-ADAPTER_COLUMN, PIECES_COLUMN = 8, 9
+NUM_COLUMNS = 16
+IDS_COLUMN, POSITIONS_COLUMN, KV_COLUMN, LENS_COLUMN, SLOTS_COLUMN = range(5)
+SAMPLING_COLUMNS = range(SLOTS_COLUMN, 11)
+"""Table rows, 1/temperature, greedy, uniform, top-k, top-p, min-p: what the sampler reads."""
+PLACE_COLUMN, ADAPTER_COLUMN, PIECES_COLUMN, CHANGES_COLUMN = 11, 12, 13, 14
+"""Where results go, the place 0 being nobody's; of the block tables what changes, and to what."""
+ALL = int(np.float32(1).view(np.int32))
+"""Top-p that drops nothing."""
 NUM_LARGE = 6
 
-RunStep = Callable[[torch.Tensor, torch.Tensor, PagedBatch, "torch.Tensor | None"], torch.Tensor]
-"""Token ids (below 0: the newest of its slot), positions, where they belong, adapters' numbers -> logits."""
+
+class StepInputs(NamedTuple):
+    """Of a captured step, on the device: columns, and attention's list behind them."""
+
+    words: torch.Tensor
+    size: int
+
+    @property
+    def stride(self) -> int:
+        return aligned(self.size)
+
+    def column(self, index: int) -> torch.Tensor:
+        return self.words[index * self.stride : index * self.stride + self.size]
+
+    def sampling(self) -> list[torch.Tensor]:
+        return [self.column(i) for i in SAMPLING_COLUMNS]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, max_num_seqs + 64, 64)]
     return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
+
+
+RunStep = Callable[["StepRing", StepInputs, PagedBatch, bool], torch.Tensor]
+"""From taking the inputs to sampling; with adapters, or without. Returns logits."""
 
 
 class GraphKey(NamedTuple):
@@ -83,6 +105,7 @@ class DecodeGraphs:
         run: RunStep,
         stream: torch.cuda.Stream,
         *,
+        num_staging: int,
         num_entries: int,
         is_invariant: bool,
         shares_prefixes: bool,
@@ -90,36 +113,31 @@ class DecodeGraphs:
     ) -> None:
         """`tables`: block tables with one row per slot and one more, which padding reads.
 
-        num_entries: of attention's work, that keep the device busy; is_invariant: a row's cut is its own affair;
+        num_staging: steps that are under way at one time, at most; num_entries: of attention's work, that keep the
+        device busy; is_invariant: a row's cut is its own affair;
         shares_prefixes: what the samples of one prompt have in common is read once for all of them;
         num_new: tokens of a sequence in one step, at most."""
         self.shares_prefixes, self._num_new = shares_prefixes, num_new
         self._sizes = graph_sizes(max_num_seqs)
         self._num_entries, self._is_invariant = num_entries, is_invariant
         self._tables, self._upload, self._run, self._stream = tables, upload, run, stream
-        self._stride = aligned(max_num_seqs)
-        self._work_at = NUM_COLUMNS * self._stride
-        num_words = self.num_words(max_num_seqs)
+        num_words = NUM_COLUMNS * aligned(max_num_seqs)
+        num_words += 2 * max(max_num_seqs * MAX_PIECES, 2 * NUM_PROGRAMS) * WORDS
+        self._ring = StepRing(num_words, num_staging, tables.device)
         self._inputs = torch.zeros(num_words, dtype=torch.int32, device=tables.device)
         self._shared_at = aligned(max_num_seqs // MIN_ROWS * GROUP_ROWS)
         self._shared = torch.zeros(
-            self._num_shared_words(max_num_seqs), dtype=torch.int32, device=tables.device
+            self.num_shared_words(max_num_seqs), dtype=torch.int32, device=tables.device
         )
-        self._fills = (0, 0, 0, 1, max_num_seqs, 0, 0, 0, NO_ADAPTER, 0)
-        self._columns_of: dict[int, list[torch.Tensor]] = {}
+        self._fills = (0, 0, 0, 1, max_num_seqs, 0, 0, 0, 0, ALL, 0, 0, NO_ADAPTER, 0, -1, 0)
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         """And the logits that it writes."""
         self._pool: Any = None
 
     @staticmethod
-    def num_words(max_num_seqs: int) -> int:
-        """The most that one replay uploads."""
-        work = 2 * max(max_num_seqs * MAX_PIECES, 2 * NUM_PROGRAMS) * WORDS
-        return max(NUM_COLUMNS * aligned(max_num_seqs) + work, DecodeGraphs._num_shared_words(max_num_seqs))
-
-    @staticmethod
-    def _num_shared_words(max_num_seqs: int) -> int:
-        """Members of every group, then the entries of their lists, in steps of eight times as many."""
+    def num_shared_words(max_num_seqs: int) -> int:
+        """The most that one replay uploads: members of every group, then the entries of their lists, in steps of eight
+        times as many."""
         num_groups = max_num_seqs // MIN_ROWS
         num_entries = 8 * max(num_groups * MAX_OWN_PIECES, MIN_SHARED_ENTRIES)
         return aligned(num_groups * GROUP_ROWS) + num_entries * WORDS
@@ -131,10 +149,13 @@ class DecodeGraphs:
             key = GraphKey(size, self._least_entries(size), is_cut, has_adapters=False)
             self._graphs[key] = self._capture(key)
 
-    def replay(self, batch: StepBatch, adapters_B: Array | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Logits, of which the first num_seqs rows count, and the sampler's columns."""
+    def replay(
+        self, batch: StepBatch, adapters_B: Array | None, place: int, changes: tuple[Array, Array]
+    ) -> torch.Tensor:
+        """Logits, of which the first num_seqs rows count. Tokens and log-probabilities go to `place`, above 0; changes:
+        of the block tables, no more than rows."""
         count = batch.num_seqs
-        size = self._sizes[bisect.bisect_left(self._sizes, count)]
+        size = self._size_of(count)
         lens = batch.context_lens_B
         shared = self._shared_of(batch) if self.shares_prefixes else None
         tokens_B = None if shared is None else shared.tokens_B
@@ -150,25 +171,45 @@ class DecodeGraphs:
             batch.context_lens_B,
             batch.slots_B,
             *sampling_columns(batch.sampling),
+            place,
             NO_ADAPTER if adapters_B is None else adapters_B,
             pieces_B,
+            *changes,
         ]
         num_entries = self._least_entries(size)
         while num_entries < len(work):
             num_entries *= 2
-        end = self._work_at + num_entries * WORDS
-        view = self._upload.stage(end)
-        pack(view, columns, self._fills, count, size, self._stride)
-        view[self._work_at : self._work_at + work.size] = work.reshape(-1)
-        view[self._work_at + work.size : end] = 0  # an entry of zeros is no work
-        self._upload.send(end, self._inputs)
         num_shared = 0 if shared is None else self._send_shared(shared)
         key = GraphKey(size, num_entries, is_cut, adapters_B is not None, num_shared)
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
         graph, logits_BV = self._graphs[key]
+        self._fill(columns, count, size, work, num_entries)
         graph.replay()
-        return logits_BV, self._sampling_columns(count)
+        self._ring.advance()
+        return logits_BV
+
+    def sampling_columns(self, count: int) -> list[torch.Tensor]:
+        """Of the first rows of the step that was replayed last."""
+        inputs = StepInputs(self._inputs, self._size_of(count))
+        return [column[:count] for column in inputs.sampling()]
+
+    def _size_of(self, count: int) -> int:
+        return self._sizes[bisect.bisect_left(self._sizes, count)]
+
+    def _fill(
+        self,
+        columns: Sequence[npt.NDArray[np.integer[Any]] | int],
+        count: int,
+        size: int,
+        work: Array,
+        num_entries: int,
+    ) -> None:
+        view, stride = self._ring.next, aligned(size)
+        pack(view, columns, self._fills, count, size, stride)
+        at = NUM_COLUMNS * stride
+        view[at : at + work.size] = work.reshape(-1)
+        view[at + work.size : at + num_entries * WORDS] = 0  # an entry of zeros is no work
 
     def _shared_of(self, batch: StepBatch) -> SharedWork | None:
         blocks_B = batch.prefix_blocks[batch.slots_B]
@@ -201,46 +242,43 @@ class DecodeGraphs:
         """Adapters were loaded or unloaded: those that read them are void."""
         self._graphs = {key: graph for key, graph in self._graphs.items() if not key.has_adapters}
 
-    def _sampling_columns(self, count: int) -> list[torch.Tensor]:
-        found = self._columns_of.get(count)
-        if found is None:
-            found = self._columns_of[count] = [self._column(i)[:count] for i in SAMPLING_COLUMNS]
-        return found
-
     def _least_entries(self, size: int) -> int:
         """What spread() makes of so many rows; a few empty entries are cheaper than another graph."""
         if size >= self._num_entries:
             return size
         return min(size * MAX_PIECES, self._num_entries + size)
 
-    def _column(self, index: int) -> torch.Tensor:
-        return self._inputs[index * self._stride : (index + 1) * self._stride]
-
     def _capture(self, key: GraphKey) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        size = key.size
-        ids, positions, kv_slots, lens, slots = (self._column(i)[:size] for i in range(5))
-        adapters = self._column(ADAPTER_COLUMN)[:size] if key.has_adapters else None
+        size, work_at = key.size, NUM_COLUMNS * aligned(key.size)
+        inputs = StepInputs(self._inputs[: work_at + key.num_entries * WORDS], size)
+        lens = inputs.column(LENS_COLUMN)
         end = self._shared_at + key.num_shared * WORDS
         work = DecodeWork(
-            self._inputs[self._work_at :],
+            inputs.words[work_at:],
             (Run(0, size, 0, key.num_entries),),
-            self._column(PIECES_COLUMN)[:size] if key.is_cut else None,
+            inputs.column(PIECES_COLUMN) if key.is_cut else None,
             members=self._shared[: self._shared_at],
             shared=self._shared[self._shared_at : end].view(-1, WORDS) if key.num_shared else None,
             num_new=self._num_new,
         )
         paged = PagedBatch(
-            slots_N=kv_slots,
+            slots_N=inputs.column(KV_COLUMN),
             query_starts_B1=lens,  # not read: there is no prefill in it
             context_lens_B=lens,
             block_tables_BM=self._tables,
             num_decodes=size,
-            table_rows_B=slots,
+            table_rows_B=inputs.column(SLOTS_COLUMN),
             decode_work=work,
         )
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        return capture(lambda: self._run(ids, positions, paged, adapters), self._stream, self._pool)
+        # The first run is a step too, of nobody: all rows are padding.
+        self._fill([0] * NUM_COLUMNS, 0, size, np.zeros(0, dtype=np.int32), key.num_entries)
+        captured = capture(
+            lambda: self._run(self._ring, inputs, paged, key.has_adapters), self._stream, self._pool
+        )
+        self._ring.advance()
+        return captured
 
 
 def capture(
@@ -267,27 +305,51 @@ def pack(
     size: int,
     stride: int,
 ) -> None:
-    """Each column into its own stride: `count` words of it, or one word for all, and its fill up to `size`."""
+    """Each column into its own stride: its words, or one word for all of `count`, and its fill up to `size`."""
     for index, (column, fill) in enumerate(zip(columns, fills, strict=True)):
         at = index * stride
-        view[at : at + count] = column
-        view[at + count : at + size] = fill
+        end = at + (count if isinstance(column, int) else len(column))
+        view[at:end] = column
+        view[end : at + size] = fill
 
 
 def sampling_columns(sampling: SamplingBatch) -> list[Array]:
-    """1/temperature, whether greedy, the uniform number; floats as their bits."""
+    """1/temperature, whether greedy, the uniform number, top-k, top-p, min-p; floats as their bits."""
     is_greedy = sampling.temperature_S == 0
     inverse = (1.0 / np.where(is_greedy, np.float32(1), sampling.temperature_S)).astype(np.float32)
     return [
         inverse.view(np.int32),
         is_greedy.astype(np.int32),
         sampling.uniform_S.astype(np.float32).view(np.int32),
+        sampling.top_k_S,
+        sampling.top_p_S.view(np.int32),
+        sampling.min_p_S.view(np.int32),
     ]
 
 
 def aligned(num_words: int) -> int:
     """Triton compiles a kernel again for every pattern of aligned and unaligned pointers: all are aligned."""
     return -(-num_words // 32) * 32
+
+
+class StepRing:
+    """Inputs of steps in the host's memory: a buffer to each, used in turn, and written again when its step is long
+    done. The device counts too, so that a graph finds its own."""
+
+    def __init__(self, num_words: int, num_buffers: int, device: torch.device) -> None:
+        self.words = torch.zeros(num_buffers, aligned(num_words), dtype=torch.int32, pin_memory=True)
+        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
+        self._views: list[Array] = list(self.words.numpy())
+        self._turn = 0
+
+    @property
+    def next(self) -> Array:
+        """Of the step that is launched next."""
+        return self._views[self._turn]
+
+    def advance(self) -> None:
+        """It was launched."""
+        self._turn = (self._turn + 1) % len(self._views)
 
 
 class Upload:

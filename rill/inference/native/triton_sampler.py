@@ -1,6 +1,6 @@
-"""Sampling on CUDA in two or three passes over the logits, without a sort and without a host sync.
+"""Sampling on CUDA in two passes over the logits, without a sort and without a host sync.
 
-    cut    (only with top-k, min-p or a low top-p) narrows each row's threshold down to its exact value, five guesses a
+    cut    of rows with top-k, min-p or a low top-p: narrows the threshold down to its exact value, five guesses a
            pass: most often five passes find it
     chunks each chunk of the vocabulary reduces to a few numbers (rill.models.ops.triton_logprob)
     pick   per row: normaliser, the chunk that holds the row's uniform number, the token inside it; with top-p alone a
@@ -11,11 +11,13 @@ The meaning is that of rill.inference.native.sampler.sample; every row depends o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from rill.inference.native.sampler import MAX_DRAWS
-from rill.models.ops.triton_language import tl, triton
-from rill.models.ops.triton_logprob import CHUNK, ROW_WARPS, ChunkStats, logprob_of, row_stats
+from rill.models.ops.triton_language import await_inputs, early_launch, tl, triton
+from rill.models.ops.triton_logprob import CHUNK, NO_CUT, ROW_WARPS, ChunkStats, logprob_of, row_stats
 
 
 @triton.jit
@@ -85,7 +87,8 @@ def _is_redrawn(top_k, top_p, min_p):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cut(  # type: ignore[no-untyped-def]
-    logits_ptr, inv_t_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cut_ptr, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, inv_t_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cut_ptr, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * vocab
@@ -93,8 +96,10 @@ def _cut(  # type: ignore[no-untyped-def]
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
-    if _is_redrawn(top_k, top_p, min_p):
-        tl.store(cut_ptr + row, -1e30)
+    await_inputs(PDL)
+    is_whole = (top_k <= 0) & (top_p >= 1.0) & (min_p <= 0.0)
+    if is_whole | _is_redrawn(top_k, top_p, min_p):
+        tl.store(cut_ptr + row, NO_CUT)
         return
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -1e30, tl.float32)
@@ -165,12 +170,17 @@ def _next_draw(state):  # type: ignore[no-untyped-def]
 @triton.jit
 def _pick(  # type: ignore[no-untyped-def]
     logits_ptr, inv_t_ptr, greedy_ptr, uniform_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cut_ptr, stats_ptr, argmax_ptr,
-    token_ptr, logprob_ptr, last_ptr, slot_ptr, vocab, num_chunks, MAX_DRAWS: tl.constexpr, HAS_CUT: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    numbers_ptr, place_ptr, width, last_ptr, slot_ptr, turn_ptr, num_turns, vocab, num_chunks,
+    MAX_DRAWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * vocab
     c = tl.arange(0, CHUNKS)
+    to = numbers_ptr + tl.load(place_ptr).to(tl.int64) * 2 * width + row
+    await_inputs(PDL)
+    if turn_ptr is not None:  # noqa: SIM102 Triton decides the first when it compiles
+        if row == 0:  # who reads it has ended
+            tl.store(turn_ptr, (tl.load(turn_ptr) + 1) % num_turns)
     real = c < num_chunks
     tops, top, total = row_stats(stats_ptr, row, num_chunks, CHUNKS)
     kept = tl.load(stats_ptr + (row * num_chunks + c) * 3 + 2, mask=real, other=0.0)
@@ -182,35 +192,29 @@ def _pick(  # type: ignore[no-untyped-def]
         token = tl.minimum(tl.maximum(token, 0), vocab - 1)
     else:
         mass = kept * tl.exp(tops - top)
-        uniform = tl.load(uniform_ptr + row)
-        cut = -1e30
-        if HAS_CUT:
-            cut = tl.load(cut_ptr + row)
-        token = _invert(base, uniform, inv_t, top, cut, mass, vocab, HAS_CUT, CHUNK, CHUNKS)
-        if HAS_CUT:
-            top_p = tl.load(top_p_ptr + row)
-            if _is_redrawn(tl.load(top_k_ptr + row), top_p, tl.load(min_p_ptr + row)):
-                state = uniform.to(tl.uint32, bitcast=True)
-                drawn = tl.load(base + token).to(tl.float32)
-                is_out, num_draws, lane = drawn == drawn, 1, tl.arange(0, CHUNK)
-                while is_out & (num_draws < MAX_DRAWS):
-                    sums = tl.zeros([CHUNK], tl.float32)
-                    for at in range(0, vocab, CHUNK):
-                        raw = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(
-                            tl.float32
-                        )
-                        sums += tl.where(raw > drawn, tl.exp(raw * inv_t - top), 0.0)
-                    is_out = (
-                        tl.sum(sums, axis=0) >= top_p * total
-                    )  # a token is kept while what comes before is less
-                    if is_out:
-                        state = _next_draw(state)
-                        uniform = (state >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2 ** -24
-                        token = _invert(base, uniform, inv_t, top, cut, mass, vocab, False, CHUNK, CHUNKS)
-                        drawn = tl.load(base + token).to(tl.float32)
-                    num_draws += 1
-    tl.store(token_ptr + row, token)
-    tl.store(logprob_ptr + row, logprob_of(logits_ptr, row, vocab, token, inv_t, top, total))
+        uniform, cut, top_p = tl.load(uniform_ptr + row), tl.load(cut_ptr + row), tl.load(top_p_ptr + row)
+        token = _invert(base, uniform, inv_t, top, cut, mass, vocab, True, CHUNK, CHUNKS)
+        if _is_redrawn(tl.load(top_k_ptr + row), top_p, tl.load(min_p_ptr + row)):
+            state = uniform.to(tl.uint32, bitcast=True)
+            drawn = tl.load(base + token).to(tl.float32)
+            is_out, num_draws, lane = drawn == drawn, 1, tl.arange(0, CHUNK)
+            while is_out & (num_draws < MAX_DRAWS):
+                sums = tl.zeros([CHUNK], tl.float32)
+                for at in range(0, vocab, CHUNK):
+                    here = base + at + lane
+                    raw = tl.load(here, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
+                    sums += tl.where(raw > drawn, tl.exp(raw * inv_t - top), 0.0)
+                # A token is kept while what comes before is less.
+                is_out = tl.sum(sums, axis=0) >= top_p * total
+                if is_out:
+                    state = _next_draw(state)
+                    uniform = (state >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2 ** -24
+                    token = _invert(base, uniform, inv_t, top, cut, mass, vocab, False, CHUNK, CHUNKS)
+                    drawn = tl.load(base + token).to(tl.float32)
+                num_draws += 1
+    logprob = logprob_of(logits_ptr, row, vocab, token, inv_t, top, total)
+    tl.store(to, token)
+    tl.store(to + width, logprob.to(tl.int32, bitcast=True))
     tl.store(last_ptr + tl.load(slot_ptr + row), token)
 
 
@@ -229,28 +233,29 @@ class TritonSampler:
     def __call__(
         self,
         logits_SV: torch.Tensor,
-        inv_temperature_S: torch.Tensor,
-        is_greedy_S: torch.Tensor,
-        uniform_S: torch.Tensor,
-        slots_S: torch.Tensor,
+        columns: Sequence[torch.Tensor],
         last_tokens: torch.Tensor,
-        tokens_S: torch.Tensor,
-        logprobs_S: torch.Tensor,
-        filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        numbers: torch.Tensor,
+        place: torch.Tensor,
+        turn: tuple[torch.Tensor, int] | None = None,
     ) -> None:
-        """Writes tokens_S and logprobs_S, and last_tokens at each row's slot. filters: top_k, top_p, min_p."""
+        """Writes tokens and the bits of their log-probabilities to numbers [places, 2, rows], which may lie in the
+        host's memory, and last_tokens at each row's slot. columns, of 32 bits each: slots, 1/temperature, whether
+        greedy, uniform numbers, top-k, top-p, min-p; place: where in `numbers`; turn: a number on the device that goes
+        on by one, up to a limit and again from 0."""
         rows, vocab = logits_SV.shape
-        cut_S, filters_S = None, filters or (None, None, None)
-        if filters is not None:
-            cut_S = self._cut
-            _cut[(rows,)](
-                logits_SV, inv_temperature_S, *filters, cut_S, vocab, SHIFT=_SPARE_BITS[logits_SV.dtype], BLOCK=8192,
-                num_warps=16,
-            )  # fmt: skip
-        stats = self._stats
-        stats.fill(logits_SV, inv_temperature_S, cut_S)
+        slots_S, inverse_S, is_greedy_S, uniform_S, top_k_S, top_p_S, min_p_S = (
+            column.view(torch.float32) if index in (1, 3, 5, 6) else column
+            for index, column in enumerate(columns)
+        )
+        stats, cut_S, early = self._stats, self._cut, early_launch(logits_SV.device)
+        _cut[(rows,)](
+            logits_SV, inverse_S, top_k_S, top_p_S, min_p_S, cut_S, vocab, SHIFT=_SPARE_BITS[logits_SV.dtype],
+            BLOCK=8192, num_warps=16, **early,
+        )  # fmt: skip
+        stats.fill(logits_SV, inverse_S, (is_greedy_S, cut_S))
         _pick[(rows,)](
-            logits_SV, inv_temperature_S, is_greedy_S, uniform_S, *filters_S, cut_S, stats.values, stats.argmax,
-            tokens_S, logprobs_S, last_tokens, slots_S, vocab, stats.num_chunks, MAX_DRAWS=MAX_DRAWS,
-            HAS_CUT=cut_S is not None, CHUNK=CHUNK, CHUNKS=stats.num_chunks_padded, num_warps=ROW_WARPS,
+            logits_SV, inverse_S, is_greedy_S, uniform_S, top_k_S, top_p_S, min_p_S, cut_S, stats.values, stats.argmax,
+            numbers, place, numbers.shape[-1], last_tokens, slots_S, *(turn or (None, 0)), vocab, stats.num_chunks,
+            MAX_DRAWS=MAX_DRAWS, CHUNK=CHUNK, CHUNKS=stats.num_chunks_padded, num_warps=ROW_WARPS, **early,
         )  # fmt: skip

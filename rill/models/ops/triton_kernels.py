@@ -20,7 +20,15 @@ from rill.models.eager import ScoreRule
 from rill.models.ops.fp8 import NO_SCALES, Activations, Fp8Rows, ProductScales, values_and_scales
 from rill.models.ops.triton_decode import DecodeAttention, attend
 from rill.models.ops.triton_fp8 import as_read, cached, scaled, store_fp8, store_scaled
-from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
+from rill.models.ops.triton_language import (
+    await_inputs,
+    await_inputs_alone,
+    early_launch,
+    power_of_2,
+    precision,
+    tl,
+    triton,
+)
 
 PREFILL_TILE = 64
 FEW_PROGRAMS = 256
@@ -59,32 +67,41 @@ def turned(a, b, cos_ptr, sin_ptr, at, half, kind: tl.constexpr, D: tl.constexpr
     return first, ((b * cb).to(kind).to(tl.float32) + (a * sb).to(kind).to(tl.float32)).to(kind)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _newest(  # type: ignore[no-untyped-def]
-    ids_ptr, slots_ptr, last_ptr, out_ptr, rows, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    await_inputs(PDL)
+@triton.jit(do_not_specialize=["num_words", "rows", "stride"])
+def _take_inputs(  # type: ignore[no-untyped-def]
+    ring_ptr, turn_ptr, last_ptr, tables_ptr, out_ptr, num_words, ring_words, rows, stride, SLOTS: tl.constexpr,
+    PLACES: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < rows
-    token = tl.load(ids_ptr + at, mask=mask, other=0)
-    last = tl.load(last_ptr + tl.load(slots_ptr + at, mask=mask, other=0), mask=mask & (token < 0), other=0)
-    tl.store(out_ptr + at, tl.where(token < 0, last, token), mask=mask)
+    buffer = ring_ptr + tl.load(turn_ptr).to(tl.int64) * ring_words
+    word = tl.load(buffer + at, mask=at < num_words, other=0, volatile=True)
+    slot = tl.load(buffer + SLOTS * stride + at, mask=at < rows, other=0, volatile=True)
+    last = tl.load(last_ptr + slot, mask=at < rows, other=0)
+    tl.store(out_ptr + at, tl.where((at < rows) & (word < 0), last, word), mask=at < num_words)
+    row = at - PLACES * stride
+    is_place = (row >= 0) & (row < rows)
+    value = tl.load(buffer + VALUES * stride + row, mask=is_place, other=0, volatile=True)
+    tl.store(tables_ptr + word, value, mask=is_place & (word >= 0))
 
 
-def newest_tokens(ids_N: Tensor, slots_N: Tensor, last_tokens: Tensor) -> Tensor:
-    """The ids, and where they are below 0 the newest token of their slot."""
-    out = torch.empty_like(ids_N)
-    _newest[(-(-len(ids_N) // 256),)](
-        ids_N, slots_N, last_tokens, out, len(ids_N), BLOCK=256, num_warps=4, **early_launch(ids_N.device)
-    )
-    return out
+def take_inputs(
+    ring: Tensor, turn: Tensor, last_tokens: Tensor, tables: Tensor, into: Tensor, rows: int, stride: int,
+    *, slots: int, places: int, values: int,
+) -> None:  # fmt: skip
+    """The words of the ring's buffer whose turn it is, which lie in the host's memory. They begin with columns of
+    `rows` words, `stride` apart: token ids, for which those below 0 stand for the newest of their slot; and, each by
+    its index, slots, places in the tables that change (none below 0) and what they become."""
+    _take_inputs[(-(-len(into) // 512),)](
+        ring, turn, last_tokens, tables, into, len(into), ring.shape[1], rows, stride, SLOTS=slots, PLACES=places,
+        VALUES=values, BLOCK=512, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["vocab"])
 def _embed(ids_ptr, weight_ptr, out_ptr, vocab, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    await_inputs(PDL)
+    await_inputs_alone(PDL)
     token = tl.minimum(tl.maximum(tl.load(ids_ptr + row), 0), vocab - 1).to(tl.int64)
     found = tl.load(weight_ptr + token * stride + at, mask=at < size, other=0.0)
     tl.store(out_ptr + row * size + at, found, mask=at < size)

@@ -16,7 +16,7 @@ except ImportError as error:
         "the CUDA engine needs Triton, which comes with torch's CUDA builds: install torch for CUDA"
     ) from error
 
-__all__ = ["await_inputs", "early_launch", "power_of_2", "precision", "tl", "triton"]
+__all__ = ["await_inputs", "await_inputs_alone", "early_launch", "power_of_2", "precision", "tl", "triton"]
 
 
 def power_of_2(n: int) -> int:
@@ -39,6 +39,15 @@ def await_inputs(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def await_inputs_alone(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As await_inputs, and only then the next kernel starts: what lies before this one is written for all that follow,
+    so they may read it early."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @functools.cache

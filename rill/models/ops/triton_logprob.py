@@ -1,6 +1,7 @@
 """Log-probabilities of tokens from logits on CUDA, in two reductions whose order does not depend on the batch.
 
-    chunks   the vocabulary is cut into chunks; each reduces to (max, Σexp, Σexp above a cut, argmax)
+    chunks   the vocabulary is cut into chunks; each reduces to (max, Σexp) and, of rows that are sampled, Σexp above
+             a cut and, where that is greedy, argmax
     row      the chunks of a row become its largest logit and its normaliser
 
 rill.inference.native.triton_sampler reports a sampled token's log-probability from these, and `token_logprobs` gives a
@@ -15,32 +16,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rill.models.ops.triton_language import power_of_2, tl, triton
+from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, tl, triton
 
 CHUNK = 4096
+NO_CUT = tl.constexpr(-1e30)
+"""Where every token stays."""
 ROW_WARPS = 8
 """Of any kernel that reduces a row's chunks: how a sum is shared among threads decides its rounding."""
 
 
 @triton.jit
 def _chunks(  # type: ignore[no-untyped-def]
-    logits_ptr, inv_t_ptr, cut_ptr, stats_ptr, argmax_ptr, vocab, num_chunks, HAS_CUT: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits_ptr, inv_t_ptr, greedy_ptr, cut_ptr, stats_ptr, argmax_ptr, vocab, num_chunks, SAMPLES: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
+    await_inputs(PDL)
     x = tl.load(logits_ptr + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     x = x * tl.load(inv_t_ptr + row)
     top = tl.max(x, axis=0)
     top = tl.where(top == float("-inf"), -1e30, top)
     weight = tl.exp(x - top)
     out = row * num_chunks + chunk
+    total = tl.sum(weight, axis=0)
     tl.store(stats_ptr + out * 3, top)
-    tl.store(stats_ptr + out * 3 + 1, tl.sum(weight, axis=0))
-    if HAS_CUT:
-        weight = tl.where(x >= tl.load(cut_ptr + row), weight, 0.0)
-    tl.store(stats_ptr + out * 3 + 2, tl.sum(weight, axis=0))
-    tl.store(argmax_ptr + out, chunk * CHUNK + tl.argmax(x, axis=0))
+    tl.store(stats_ptr + out * 3 + 1, total)
+    if SAMPLES:
+        cut = tl.load(cut_ptr + row)
+        if cut > NO_CUT:
+            total = tl.sum(tl.where(x >= cut, weight, 0.0), axis=0)
+        tl.store(stats_ptr + out * 3 + 2, total)
+        if tl.load(greedy_ptr + row) != 0:
+            tl.store(argmax_ptr + out, chunk * CHUNK + tl.argmax(x, axis=0))
 
 
 @triton.jit
@@ -79,11 +87,15 @@ class ChunkStats:
         self.values = torch.empty(max_rows * self.num_chunks * 3, dtype=torch.float32, device=device)
         self.argmax = torch.empty(max_rows * self.num_chunks, dtype=torch.int32, device=device)
 
-    def fill(self, logits_SV: Tensor, inv_temperature_S: Tensor, cut_S: Tensor | None) -> None:
+    def fill(
+        self, logits_SV: Tensor, inv_temperature_S: Tensor, sampled: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """`sampled`: which rows are greedy, and above what tokens stay in each."""
         rows, vocab = logits_SV.shape
+        is_greedy_S, cut_S = sampled or (None, None)
         _chunks[(rows, self.num_chunks)](
-            logits_SV, inv_temperature_S, cut_S, self.values, self.argmax, vocab, self.num_chunks,
-            HAS_CUT=cut_S is not None, CHUNK=CHUNK, num_warps=8,
+            logits_SV, inv_temperature_S, is_greedy_S, cut_S, self.values, self.argmax, vocab, self.num_chunks,
+            SAMPLES=sampled is not None, CHUNK=CHUNK, num_warps=8, **early_launch(logits_SV.device),
         )  # fmt: skip
 
 

@@ -118,16 +118,35 @@ def test_what_rows_share_is_read_once_and_counts_for_each(
 
 @pytest.mark.parametrize("rows", [1, 5, 300])
 @pytest.mark.parametrize("size", [96, 5000])
-def test_tokens_are_looked_up_and_the_newest_of_their_slots(rows: int, size: int) -> None:
+def test_tokens_are_looked_up(rows: int, size: int) -> None:
     from rill.models.ops.triton_decode import DecodeAttention
-    from rill.models.ops.triton_kernels import TritonKernels, newest_tokens
+    from rill.models.ops.triton_kernels import TritonKernels
 
     generator = torch.Generator("cuda").manual_seed(0)
-    ids = torch.randint(-3, 50, (rows,), generator=generator, device="cuda", dtype=torch.int32)
-    slots = torch.randint(0, 9, (rows,), generator=generator, device="cuda", dtype=torch.int32)
-    last = torch.arange(20, 29, device="cuda", dtype=torch.int32)
-    found = newest_tokens(ids, slots, last)
-    assert torch.equal(found, torch.where(ids < 0, last[slots.long()], ids))
+    ids = torch.randint(0, 50, (rows,), generator=generator, device="cuda", dtype=torch.int32)
     weight = torch.randn(50, size + 8, generator=generator, device="cuda").bfloat16()[:, :size]
-    decode = DecodeAttention(num_heads=4, num_kv_heads=2, head_dim=32, max_rows=8, device=found.device)
-    assert torch.equal(TritonKernels(decode).embed(found, weight), weight[found.long()])
+    decode = DecodeAttention(num_heads=4, num_kv_heads=2, head_dim=32, max_rows=8, device=ids.device)
+    assert torch.equal(TritonKernels(decode).embed(ids, weight), weight[ids.long()])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_a_steps_inputs_come_from_the_hosts_memory_with_the_newest_tokens(rows: int) -> None:
+    from rill.models.ops.triton_kernels import take_inputs
+
+    generator, stride, num_words = torch.Generator().manual_seed(0), -(-rows // 32) * 32, 4000
+    ring = torch.randint(0, 9, (3, num_words), generator=generator, dtype=torch.int32).pin_memory()
+    step, last = ring[1], torch.arange(20, 29, dtype=torch.int32)
+    step[:rows] = torch.randint(-3, 50, (rows,), generator=generator)
+    places = step[3 * stride :][:rows]
+    places[:] = torch.randperm(500, generator=generator)[:rows]
+    places[::2] = -1
+    tables = torch.zeros(500, dtype=torch.int32)
+    tables[places[1::2].long()] = step[5 * stride :][:rows][1::2]
+    into, found = torch.zeros(3000, dtype=torch.int32, device="cuda"), torch.zeros_like(tables, device="cuda")
+    turn = torch.tensor([1], dtype=torch.int32, device="cuda")
+    take_inputs(ring, turn, last.cuda(), found, into, rows, stride, slots=2, places=3, values=5)
+    assert torch.equal(found.cpu(), tables)
+    expected = step[:3000].clone()
+    slots = step[2 * stride :][:rows]
+    expected[:rows] = torch.where(step[:rows] < 0, last[slots.long()], step[:rows])
+    assert torch.equal(into.cpu(), expected)
