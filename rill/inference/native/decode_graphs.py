@@ -123,7 +123,7 @@ class DecodeGraphs:
         self._tables, self._upload, self._run, self._stream = tables, upload, run, stream
         num_words = NUM_COLUMNS * aligned(max_num_seqs)
         num_words += 2 * max(max_num_seqs * MAX_PIECES, 2 * NUM_PROGRAMS) * WORDS
-        self._ring = StepRing(num_words, num_staging, tables.device)
+        self._ring = StepRing(num_words, num_staging, tables.device, stream)
         self._inputs = torch.zeros(num_words, dtype=torch.int32, device=tables.device)
         self._shared_at = aligned(max_num_seqs // MIN_ROWS * GROUP_ROWS)
         self._shared = torch.zeros(
@@ -209,7 +209,9 @@ class DecodeGraphs:
         pack(view, columns, self._fills, count, size, stride)
         at = NUM_COLUMNS * stride
         view[at : at + work.size] = work.reshape(-1)
-        view[at + work.size : at + num_entries * WORDS] = 0  # an entry of zeros is no work
+        end = at + num_entries * WORDS
+        view[at + work.size : end] = 0  # an entry of zeros is no work
+        self._ring.send(end)
 
     def _shared_of(self, batch: StepBatch) -> SharedWork | None:
         blocks_B = batch.prefix_blocks[batch.slots_B]
@@ -336,10 +338,14 @@ class StepRing:
     """Inputs of steps in the host's memory: a buffer to each, used in turn, and written again when its step is long
     done. The device counts too, so that a graph finds its own."""
 
-    def __init__(self, num_words: int, num_buffers: int, device: torch.device) -> None:
-        self.words = torch.zeros(num_buffers, aligned(num_words), dtype=torch.int32, pin_memory=True)
+    def __init__(
+        self, num_words: int, num_buffers: int, device: torch.device, stream: torch.cuda.Stream
+    ) -> None:
+        self._staged = torch.zeros(num_buffers, aligned(num_words), dtype=torch.int32, pin_memory=True)
+        self.words = torch.zeros_like(self._staged, device=device)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
-        self._views: list[Array] = list(self.words.numpy())
+        self._views: list[Array] = list(self._staged.numpy())
+        self._stream, self._copies = stream, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._turn = 0
 
     @property
@@ -347,8 +353,14 @@ class StepRing:
         """Of the step that is launched next."""
         return self._views[self._turn]
 
+    def send(self, num_words: int) -> None:
+        """To the device, while it still computes what was launched before; what is launched now waits for it."""
+        with torch.cuda.stream(self._copies):
+            self.words[self._turn, :num_words].copy_(self._staged[self._turn, :num_words], non_blocking=True)
+        self._stream.wait_stream(self._copies)
+
     def advance(self) -> None:
-        """It was launched."""
+        """The step was launched."""
         self._turn = (self._turn + 1) % len(self._views)
 
 

@@ -74,13 +74,13 @@ def _take_inputs(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     buffer = ring_ptr + tl.load(turn_ptr).to(tl.int64) * ring_words
-    word = tl.load(buffer + at, mask=at < num_words, other=0, volatile=True)
-    slot = tl.load(buffer + SLOTS * stride + at, mask=at < rows, other=0, volatile=True)
+    word = tl.load(buffer + at, mask=at < num_words, other=0)
+    slot = tl.load(buffer + SLOTS * stride + at, mask=at < rows, other=0)
     last = tl.load(last_ptr + slot, mask=at < rows, other=0)
     tl.store(out_ptr + at, tl.where((at < rows) & (word < 0), last, word), mask=at < num_words)
     row = at - PLACES * stride
     is_place = (row >= 0) & (row < rows)
-    value = tl.load(buffer + VALUES * stride + row, mask=is_place, other=0, volatile=True)
+    value = tl.load(buffer + VALUES * stride + row, mask=is_place, other=0)
     tl.store(tables_ptr + word, value, mask=is_place & (word >= 0))
 
 
