@@ -70,7 +70,7 @@ class SkinnyStages(KernelStages):
         assert projection is not None and following is not None and scale == 1.0
         to_fp8 = projection.scales is not None and not following.is_last
         parts, bias = self._parts(x, projection), ProductScales(None, None, projection.bias)
-        return add_norm(hidden, parts, bias, post, following, to_fp8=to_fp8, num_warps=8)
+        return add_norm(hidden, parts, bias, post, following, to_fp8=to_fp8)
 
     def logits(self, hidden_BE: Tensor) -> Tensor:
         """[B, V] in the model's dtype."""

@@ -331,13 +331,16 @@ def add_norm(
     norm: Norm,
     *,
     to_fp8: bool,
-    num_warps: int,
 ) -> Activations:
     """hidden += Σ parts [P, B, E], or one [B, E], with what it lacks (normed first by `post`), in place; returns
     norm(hidden)."""
     rows, size = hidden_BE.shape
     made = Fp8Rows.empty(hidden_BE.shape, hidden_BE.device) if to_fp8 else torch.empty_like(hidden_BE)
-    num_parts = 0 if parts is None else 1 if parts.ndim == 2 else len(parts)
+    num_parts, num_warps = 1, 4 if size <= 2048 and rows <= FEW_PROGRAMS else 8
+    if parts is None:
+        num_parts = 0
+    elif parts.ndim == 3:  # all are asked for at one time
+        num_parts, num_warps = len(parts), 16
     _add_norm[(rows,)](
         hidden_BE, parts, *scales, None if post is None else post.weight, norm.weight, *values_and_scales(made),
         rows, size, norm.eps, P=num_parts, SCALED=scales.x_B is not None, HAS_BIAS=scales.bias_N is not None,
@@ -377,8 +380,7 @@ class TritonKernels:
     ) -> Any:
         """`scales`: that the product `addend` lacks; the result has 8 bits then, unless the head reads it."""
         to_fp8 = scales.x_B is not None and not norm.is_last
-        num_warps = 4 if hidden.shape[1] <= 2048 and len(hidden) <= FEW_PROGRAMS else 8
-        return add_norm(hidden, addend, scales, None, norm, to_fp8=to_fp8, num_warps=num_warps)
+        return add_norm(hidden, addend, scales, None, norm, to_fp8=to_fp8)
 
     def act_mul(self, gate_up: Tensor, scales: ProductScales = NO_SCALES, *, gelu: bool) -> Any:
         """`scales`: that the product lacks; the result has 8 bits then."""
