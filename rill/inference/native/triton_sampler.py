@@ -197,10 +197,10 @@ def _pick(  # type: ignore[no-untyped-def]
         if _is_redrawn(tl.load(top_k_ptr + row), top_p, tl.load(min_p_ptr + row)):
             state = uniform.to(tl.uint32, bitcast=True)
             drawn = tl.load(base + token).to(tl.float32)
-            is_out, num_draws, lane = drawn == drawn, 1, tl.arange(0, CHUNK)
+            is_out, num_draws, lane = drawn == drawn, 1, tl.arange(0, 2 * CHUNK)
             while is_out & (num_draws < MAX_DRAWS):
-                sums = tl.zeros([CHUNK], tl.float32)
-                for at in range(0, vocab, CHUNK):
+                sums = tl.zeros([2 * CHUNK], tl.float32)
+                for at in range(0, vocab, 2 * CHUNK):
                     here = base + at + lane
                     raw = tl.load(here, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
                     sums += tl.where(raw > drawn, tl.exp(raw * inv_t - top), 0.0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, tl, triton
 
-CHUNK = 4096
+CHUNK = 2048
 NO_CUT = tl.constexpr(-1e30)
 """Where every token stays."""
 ROW_WARPS = 8
@@ -95,7 +95,7 @@ class ChunkStats:
         is_greedy_S, cut_S = sampled or (None, None)
         _chunks[(rows, self.num_chunks)](
             logits_SV, inv_temperature_S, is_greedy_S, cut_S, self.values, self.argmax, vocab, self.num_chunks,
-            SAMPLES=sampled is not None, CHUNK=CHUNK, num_warps=8, **early_launch(logits_SV.device),
+            SAMPLES=sampled is not None, CHUNK=CHUNK, num_warps=4, **early_launch(logits_SV.device),
         )  # fmt: skip
 
 
