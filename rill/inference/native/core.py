@@ -69,7 +69,7 @@ class EngineCore:
             max_batched_tokens=max_batched_tokens,
             root_key=self._root_key,
             # Starting prompts breaks out of the captured decode step and costs as much for one as for many.
-            num_gathered=max_num_seqs // 10 if runner.uses_graphs else 0,
+            num_gathered=max_num_seqs // 20 if runner.uses_graphs else 0,
             num_steps=config.num_scheduler_steps if runner.is_overlapped else 1,
             speculator=self._speculator,
         )
