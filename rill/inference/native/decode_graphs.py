@@ -76,13 +76,13 @@ class StepInputs(NamedTuple):
         return [self.column(i) for i in SAMPLING_COLUMNS]
 
 
+RunStep = Callable[["StepRing", StepInputs, PagedBatch, bool], torch.Tensor]
+"""From taking the inputs to sampling; with adapters, or without. Returns logits."""
+
+
 def graph_sizes(max_num_seqs: int) -> list[int]:
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, max_num_seqs + 64, 64)]
     return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
-
-
-RunStep = Callable[["StepRing", StepInputs, PagedBatch, bool], torch.Tensor]
-"""From taking the inputs to sampling; with adapters, or without. Returns logits."""
 
 
 class GraphKey(NamedTuple):

@@ -244,9 +244,9 @@ class TritonSampler:
         greedy, uniform numbers, top-k, top-p, min-p; place: where in `numbers`; turn: a number on the device that goes
         on by one, up to a limit and again from 0."""
         rows, vocab = logits_SV.shape
-        slots_S, inverse_S, is_greedy_S, uniform_S, top_k_S, top_p_S, min_p_S = (
-            column.view(torch.float32) if index in (1, 3, 5, 6) else column
-            for index, column in enumerate(columns)
+        slots_S, inverse, is_greedy_S, uniform, top_k_S, top_p, min_p = columns
+        inverse_S, uniform_S, top_p_S, min_p_S = (
+            column.view(torch.float32) for column in (inverse, uniform, top_p, min_p)
         )
         stats, cut_S, early = self._stats, self._cut, early_launch(logits_SV.device)
         _cut[(rows,)](
