@@ -1,8 +1,8 @@
 """Captured decode steps: a step in which every sequence has one token is one launch.
 
-A graph's inputs are written into the next of a ring of buffers in the host's memory. Its first kernel takes them from
-there to fixed places on the device, where the others read them, and its last ones sample: so nothing lies between two
-steps but the end of one graph and the start of the next.
+A graph's inputs go into the next of a ring of buffers, on a stream of their own while the device still computes. Its
+first kernel takes them from there to fixed places, where the others read them, and its last ones sample: so nothing
+lies between two steps but the end of one graph and the start of the next.
 
     ids │ positions │ kv slots │ context lengths │ table rows │ sampling … │ adapters │ pieces │ … │ attention's list
     ◄──────────── one column of a word to each row ───────────────────────────────────────────►
@@ -335,8 +335,8 @@ def aligned(num_words: int) -> int:
 
 
 class StepRing:
-    """Inputs of steps in the host's memory: a buffer to each, used in turn, and written again when its step is long
-    done. The device counts too, so that a graph finds its own."""
+    """Inputs of steps, on the host and on the device: a buffer to each step, used in turn, and written again when its
+    step is long done. The device counts too, so that a graph finds its own."""
 
     def __init__(
         self, num_words: int, num_buffers: int, device: torch.device, stream: torch.cuda.Stream

@@ -88,9 +88,9 @@ def take_inputs(
     ring: Tensor, turn: Tensor, last_tokens: Tensor, tables: Tensor, into: Tensor, rows: int, stride: int,
     *, slots: int, places: int, values: int,
 ) -> None:  # fmt: skip
-    """The words of the ring's buffer whose turn it is, which lie in the host's memory. They begin with columns of
-    `rows` words, `stride` apart: token ids, for which those below 0 stand for the newest of their slot; and, each by
-    its index, slots, places in the tables that change (none below 0) and what they become."""
+    """The words of the ring's buffer whose turn it is. They begin with columns of `rows` words, `stride` apart: token
+    ids, for which those below 0 stand for the newest of their slot; and, each by its index, slots, places in the tables
+    that change (none below 0) and what they become."""
     _take_inputs[(-(-len(into) // 512),)](
         ring, turn, last_tokens, tables, into, len(into), ring.shape[1], rows, stride, SLOTS=slots, PLACES=places,
         VALUES=values, BLOCK=512, num_warps=4,
