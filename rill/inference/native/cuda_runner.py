@@ -59,7 +59,7 @@ from rill.models.decode.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, wo
 from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
 from rill.models.decode.one_launch import MAX_ROWS as MAX_LAUNCH_ROWS
 from rill.models.decode.one_launch import OneLaunch
-from rill.models.decode.skinny import MAX_ROWS, SkinnyStages, WideStages
+from rill.models.decode.skinny import FEW_ROWS, MAX_ROWS, SkinnyStages, WideStages
 from rill.models.ops import cuda_decode, triton_experts
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.triton_decode import DecodeAttention
@@ -205,7 +205,7 @@ class CudaRunner(ModelRunner):
             return False
 
     def _find_wide(self) -> WideStages | None:
-        if self._skinny is None or self.decoder is None or self.max_num_seqs <= MAX_ROWS:
+        if self._skinny is None or self.decoder is None or self.max_num_seqs <= FEW_ROWS:
             return None
         if not WideStages.supports(self.decoder, self.device):
             return None
@@ -373,8 +373,8 @@ class CudaRunner(ModelRunner):
         adapters_N: torch.Tensor | None,
     ) -> torch.Tensor:
         """Of a step of pure generation."""
-        skinny = self._skinny
-        if skinny is not None and adapters_N is None and len(ids_N) <= MAX_ROWS:
+        skinny, wide = self._skinny, self._wide
+        if skinny is not None and adapters_N is None and len(ids_N) <= (FEW_ROWS if wide else MAX_ROWS):
             assert self.decoder is not None and paged.decode_work is not None
             one = self._one_launch
             if one is not None and len(ids_N) <= MAX_LAUNCH_ROWS and paged.decode_work.shared is None:
@@ -382,9 +382,9 @@ class CudaRunner(ModelRunner):
             else:
                 hidden_NE = self.decoder(ids_N, positions_N, paged, self.cache, stages=skinny)
             return self.logit_rule(skinny.logits(hidden_NE))
-        if self._wide is not None and adapters_N is None and len(ids_N) <= hopper.MAX_ROWS:
+        if wide is not None and adapters_N is None and len(ids_N) <= hopper.MAX_GATED_ROWS:
             assert self.decoder is not None
-            return self.logits(self.decoder(ids_N, positions_N, paged, self.cache, stages=self._wide))
+            return self.logits(self.decoder(ids_N, positions_N, paged, self.cache, stages=wide))
         return self.logits(self._hidden(ids_N, positions_N, paged, adapters_N))
 
     def _hidden_of(self, ids_N: torch.Tensor, positions_N: torch.Tensor, paged: PagedBatch) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rill.models.ops.cuda_driver import CudaKernel, tensor_map
 
-MAX_ROWS = 256
+MAX_ROWS, MAX_GATED_ROWS = 256, 512
 """With more, the library's products are the faster ones. These, and what follows: found by trying, on an H200."""
 TILE = 64
 """Rows of a weight that is cut into parts."""
@@ -63,15 +63,25 @@ class ProductCut(NamedTuple):
     tile: int
     num_parts: int
     num_stages: int
+    is_gated: bool
 
     @property
     def memory_bytes(self) -> int:
         """Stages begin at a multiple of 1024; each has two barriers."""
-        return 1024 + self.num_stages * _stage_bytes(self.num_groups, self.tile)
+        return 1024 + self.out_bytes + self.num_stages * self.stage_bytes
+
+    @property
+    def out_bytes(self) -> int:
+        return 4 * 8 * self.num_groups * self.tile if self.is_gated else 0
+
+    @property
+    def stage_bytes(self) -> int:
+        return (GROUP * self.num_groups + self.tile) * 2 * STEP + 16
 
 
 def cut_of(rows: int, num_out: int, num_in: int, num_sms: int, *, is_gated: bool) -> ProductCut:
-    num_groups, num_steps, num_parts = min(MAX_GROUPS, -(-rows // GROUP)), num_in // STEP, 1
+    num_groups, num_steps, num_parts = -(-rows // GROUP), num_in // STEP, 1
+    num_groups = -(-num_groups // -(-num_groups // MAX_GROUPS))
     if is_gated:
         widest = MAX_TILE if num_groups <= 2 else MAX_TILE_OF_MANY
         num_tiles = num_sms * -(-num_out // (num_sms * widest))
@@ -82,12 +92,9 @@ def cut_of(rows: int, num_out: int, num_in: int, num_sms: int, *, is_gated: bool
             num_groups = min(num_groups, SHORT_GROUPS)
         num_tiles = -(-num_out // tile) * -(-rows // (GROUP * num_groups))
         num_parts = max(1, min(num_sms // num_tiles, num_steps // MIN_STEPS))
-    room = (MEMORY_BYTES - 1024) // _stage_bytes(num_groups, tile)
-    return ProductCut(num_groups, tile, num_parts, min(room, max(2, -(-num_steps // num_parts))))
-
-
-def _stage_bytes(num_groups: int, tile: int) -> int:
-    return (GROUP * num_groups + tile) * 2 * STEP + 16
+    cut = ProductCut(num_groups, tile, num_parts, 0, is_gated)
+    room = (MEMORY_BYTES - cut.memory_bytes) // cut.stage_bytes
+    return cut._replace(num_stages=min(room, max(2, -(-num_steps // num_parts))))
 
 
 def multiplies(weight_NK: Tensor) -> bool:
@@ -109,36 +116,36 @@ def product(x_BK: Tensor, weight_NK: Tensor, *, is_gelu: bool | None = None) -> 
     num_sms = torch.cuda.get_device_properties(x_BK.device).multi_processor_count
     cut = cut_of(rows, num_out, num_in, num_sms, is_gated=is_gated)
     height = GROUP * cut.num_groups
-    grid = (-(-num_out // cut.tile), cut.num_parts, -(-rows // height))
+    grid = (-(-num_out // cut.tile), cut.num_parts, 1 if is_gated else -(-rows // height))
     x_rows = min(height, rows)
     x_map = tensor_map(x_BK, (num_in, rows), (x_BK.stride(0),), (STEP, x_rows))
     if is_gated:
         num_out //= 2
-        sizes, box = (num_in, num_out, 2), (STEP, cut.tile // 2, 2)
-        weight_map = tensor_map(weight_NK, sizes, (num_in, num_out * num_in), box)
+        sizes, box = (num_in, 2, num_out), (STEP, 2, cut.tile // 2)
+        weight_map = tensor_map(weight_NK, sizes, (num_out * num_in, num_in), box)
         out = x_BK.new_empty(1, rows, num_out)
     else:
         weight_map = tensor_map(weight_NK, (num_in, num_out), (num_in,), (STEP, cut.tile))
         out = x_BK.new_empty(cut.num_parts, rows, num_out, dtype=torch.float32)
     maps = (ctypes.c_ubyte * 256).from_buffer_copy(x_map + weight_map)
     argument = Product(maps, out.data_ptr(), rows, num_out, num_in // STEP, x_rows)
-    kernel = _kernel(cut, is_gated, is_gelu is True)
+    kernel = _kernel(cut, is_gelu is True)
     kernel.launch_early(grid, 128 * cut.num_groups + 32, argument)
     return out
 
 
 @cache
-def _kernel(cut: ProductCut, is_gated: bool, is_gelu: bool) -> CudaKernel:
+def _kernel(cut: ProductCut, is_gelu: bool) -> CudaKernel:
     device, tiles, kernel = (path.read_text() for path in SOURCES)
     source = "".join((device, tiles, multiply_tiles(cut.tile), kernel))
     return CudaKernel(
-        source, "product", macros_of(cut, is_gated, is_gelu), memory_bytes=cut.memory_bytes, cluster=1
+        source, "product", macros_of(cut, is_gelu), memory_bytes=cut.memory_bytes, cluster=1
     )
 
 
-def macros_of(cut: ProductCut, is_gated: bool, is_gelu: bool) -> dict[str, int]:
+def macros_of(cut: ProductCut, is_gelu: bool) -> dict[str, int]:
     return {
-        "GROUPS": cut.num_groups, "TILE": cut.tile, "STAGES": cut.num_stages, "IS_GATED": int(is_gated),
+        "GROUPS": cut.num_groups, "TILE": cut.tile, "STAGES": cut.num_stages, "IS_GATED": int(cut.is_gated),
         "IS_GELU": int(is_gelu),
     }  # fmt: skip
 

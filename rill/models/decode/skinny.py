@@ -6,7 +6,7 @@ A decode step of up to MAX_ROWS sequences does little arithmetic and reads every
 products leave unused there, and the gaps between launches, cost more than half of such a step (docs/benchmarks.md).
 The arithmetic is that of rill.models.decode.decoder.KernelStages, up to the order in which a product is summed.
 
-Steps of more rows have the same stages on Hopper, with other products (rill.models.decode.hopper).
+On Hopper steps of more than FEW_ROWS have the same stages with other products (rill.models.decode.hopper).
 
 Called by rill.inference.native.cuda_runner for captured decode steps. Axes: B row, E hidden size, V vocabulary.
 """
@@ -28,8 +28,8 @@ from rill.models.ops.triton_skinny import ProductShape, product, turn_parts
 
 MAX_ROWS = 64
 FEW_ROWS, DEEP_ROWS = 16, 32
-"""Up to so many, tiles are larger and fewer parts are asked for early; or more tiles are under way: found by trying, on
-an H200."""
+"""Up to so many, tiles are larger and fewer parts are asked for early, and WideStages are slower; or more tiles are under
+way: found by trying, on an H200."""
 PREFETCH_BYTES = 8 << 20
 """Of a weight that is cut into parts, asked for before its product may begin. Programs of other products read for so
 long that asking early changes nothing."""
@@ -122,7 +122,8 @@ class SkinnyStages(KernelStages):
 
 
 class WideStages(KernelStages):
-    """For batches of one token a row, of more than MAX_ROWS and up to hopper.MAX_ROWS rows; logits are as ever."""
+    """For batches of one token a row, of more than FEW_ROWS and up to hopper.MAX_GATED_ROWS rows; logits are as ever, and
+    so is all but the gated product beyond hopper.MAX_ROWS."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder.ops, decoder.ops.linear)
@@ -141,7 +142,7 @@ class WideStages(KernelStages):
         compile."""
         mlp = self._decoder.layers[0].mlp
         assert isinstance(mlp, MLP) and mlp.gate_up.weight is not None
-        weight, rows = mlp.gate_up.weight, hopper.MAX_ROWS
+        weight, rows = mlp.gate_up.weight, hopper.MAX_GATED_ROWS
         x = torch.arange(rows * weight.shape[1], device=weight.device).sin().to(weight.dtype).view(rows, -1)
         plain = KernelStages(self._ops, self._linear)
         wanted = plain.project(mlp.down, plain.gated(x, mlp)).float()
@@ -152,6 +153,9 @@ class WideStages(KernelStages):
             )
 
     def queries(self, x: Activations, layer: Layer, rows: CacheRows) -> Tensor:
+        assert isinstance(x, Tensor)
+        if len(x) > hopper.MAX_ROWS:
+            return super().queries(x, layer, rows)
         return turn_parts(_parts(x, layer.qkv), layer.qkv.bias, rows, layer.call.num_heads, layer.head_norms)
 
     def gated(self, x: Activations, mlp: MLP) -> Tensor:
@@ -160,7 +164,8 @@ class WideStages(KernelStages):
     def multiplied(
         self, projection: Projection, x: Activations, *, is_whole: bool, may_be_parts: bool = False
     ) -> tuple[Tensor, tuple[ProductScales, ...]]:
-        if not may_be_parts:
+        assert isinstance(x, Tensor)
+        if not may_be_parts or len(x) > hopper.MAX_ROWS:
             return super().multiplied(projection, x, is_whole=is_whole)
         return _parts(x, projection), (ProductScales(None, None, projection.bias),)
 

@@ -143,5 +143,6 @@ DEVICE word minus(word a, word b) {
 DEVICE word lows_of(word a, word b) { return __byte_perm(a, b, 0x5410); }
 DEVICE word highs_of(word a, word b) { return __byte_perm(a, b, 0x7632); }
 DEVICE float exponential(float x) { return __expf(x); }
+DEVICE float quotient(float x, float y) { return __fdividef(x, y); }  // 0 where y is infinite
 DEVICE float logarithm(float x) { return __logf(x); }
 DEVICE float root(float x) { return __fsqrt_rn(x); }

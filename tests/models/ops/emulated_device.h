@@ -202,6 +202,7 @@ DEVICE word minus(word a, word b) { return packed(low_of(a) - low_of(b), high_of
 DEVICE word lows_of(word a, word b) { return (a & 0xffff) | b << 16; }
 DEVICE word highs_of(word a, word b) { return a >> 16 | (b & 0xffff0000u); }
 DEVICE float exponential(float x) { return expf(x); }
+DEVICE float quotient(float x, float y) { return x / y; }
 DEVICE float logarithm(float x) { return logf(x); }
 DEVICE float root(float x) { return sqrtf(x); }
 
