@@ -50,8 +50,8 @@ class Product(ctypes.Structure):
     _fields_ = [
         ("x_and_weight", ctypes.c_ubyte * 256),
         ("out", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("rows", "num_out", "num_steps", "x_rows")),
-        ("padding", ctypes.c_char * 40),
+        *((name, ctypes.c_int) for name in ("rows", "num_out", "num_tiles", "num_steps", "x_rows")),
+        ("padding", ctypes.c_char * 36),
     ]
 
 
@@ -116,7 +116,9 @@ def product(x_BK: Tensor, weight_NK: Tensor, *, is_gelu: bool | None = None) -> 
     num_sms = torch.cuda.get_device_properties(x_BK.device).multi_processor_count
     cut = cut_of(rows, num_out, num_in, num_sms, is_gated=is_gated)
     height = GROUP * cut.num_groups
-    grid = (-(-num_out // cut.tile), cut.num_parts, 1 if is_gated else -(-rows // height))
+    num_tiles, num_blocks = -(-num_out // cut.tile), -(-rows // height)
+    num_turns = -(-num_tiles // max(1, num_sms // num_blocks)) if is_gated else 1
+    grid = (-(-num_tiles // num_turns), cut.num_parts, num_blocks)
     x_rows = min(height, rows)
     x_map = tensor_map(x_BK, (num_in, rows), (x_BK.stride(0),), (STEP, x_rows))
     if is_gated:
@@ -128,7 +130,7 @@ def product(x_BK: Tensor, weight_NK: Tensor, *, is_gelu: bool | None = None) -> 
         weight_map = tensor_map(weight_NK, (num_in, num_out), (num_in,), (STEP, cut.tile))
         out = x_BK.new_empty(cut.num_parts, rows, num_out, dtype=torch.float32)
     maps = (ctypes.c_ubyte * 256).from_buffer_copy(x_map + weight_map)
-    argument = Product(maps, out.data_ptr(), rows, num_out, num_in // STEP, x_rows)
+    argument = Product(maps, out.data_ptr(), rows, num_out, num_tiles, num_in // STEP, x_rows)
     kernel = _kernel(cut, is_gelu is True)
     kernel.launch_early(grid, 128 * cut.num_groups + 32, argument)
     return out

@@ -3,11 +3,10 @@
 //     feeder   tiles of x and W, a step of 64 inputs at a time ──► stages in shared memory (as far ahead as there is room)
 //     workers  GROUPS of four warps, 64 rows each, all with the same tile of W ──► sums in registers ──► out
 //
-// A block has 64 · GROUPS rows at a time and TILE of the weight's; with fewer blocks along the rows than that takes, each
-// goes on to later rows, whose tiles are on their way while it leaves what came of those before: from the end of W back
-// to its beginning, then forth again, since what was read last is still in the second cache. The first stages of W are asked
-// for while the kernel before still runs, which writes x and not W. Rows of x that there are none of are left as they
-// lie in shared memory: whatever they are, only sums that nobody stores come of them.
+// A block has 64 · GROUPS rows and TILE of the weight's at a time; where there are fewer blocks than tiles of the weight,
+// each goes on to the next one that is nobody's, which is on its way while it leaves what came of the one before. The first
+// stages of W are asked for while the kernel before still runs, which writes x and not W. Rows of x that there are none of
+// are left as they lie in shared memory: whatever they are, only sums that nobody stores come of them.
 //
 // IS_GATED: the weight is gates above ups, a tile is some gates, each with its up behind it, and out is act(gate) · up
 // [B, N / 2]. Otherwise out is float32 parts [P, B, N] of the summed axis, to be added up by who reads them.
@@ -24,7 +23,7 @@ static_assert(TILE % 8 == 0, "a tile");
 struct Product {
   TensorMap x, weight;
   void* out;
-  int rows, num_out, num_steps, x_rows;  // num_out: of out; x_rows: that one block fetches
+  int rows, num_out, num_tiles, num_steps, x_rows;  // num_out: of out; x_rows: that one block fetches
 };
 
 struct Stages {
@@ -36,12 +35,14 @@ struct Stages {
 
 DEVICE int first_step(const Product& p, int part) { return part * p.num_steps / grid_size_y(); }
 
-DEVICE void fetch_weight(const Product& p, const Stages& s, int stage, int step) {
-  if (IS_GATED) fetch_tiles(s.weight(stage), &p.weight, step * STEP, 0, block_index() * (TILE / 2), &s.full[stage]);
-  else fetch_tile(s.weight(stage), &p.weight, step * STEP, block_index() * TILE, &s.full[stage]);
+DEVICE int first_row() { return block_index_z() * ROWS; }
+
+DEVICE void fetch_weight(const Product& p, const Stages& s, int stage, int step, int tile) {
+  if (IS_GATED) fetch_tiles(s.weight(stage), &p.weight, step * STEP, 0, tile * (TILE / 2), &s.full[stage]);
+  else fetch_tile(s.weight(stage), &p.weight, step * STEP, tile * TILE, &s.full[stage]);
 }
-DEVICE void fetch_x(const Product& p, const Stages& s, int stage, int step, int row) {
-  fetch_tile(s.x(stage), &p.x, step * STEP, row, &s.full[stage]);
+DEVICE void fetch_x(const Product& p, const Stages& s, int stage, int step) {
+  fetch_tile(s.x(stage), &p.x, step * STEP, first_row(), &s.full[stage]);
 }
 
 struct Place {
@@ -51,22 +52,21 @@ struct Place {
 };
 
 DEVICE void feed(const Product& p, const Stages& s, int first, int end) {
-  int row = block_index_z() * ROWS, bytes = p.x_rows * ROW_BYTES + W_BYTES;
+  int tile = block_index(), bytes = p.x_rows * ROW_BYTES + W_BYTES;
   int ahead = end - first < STAGES ? end - first : STAGES;
   for (int i = 0; i < ahead; ++i) {
     arrive_expecting(&s.full[i], bytes);
-    fetch_weight(p, s, i, first + i);
+    fetch_weight(p, s, i, first + i, tile);
   }
   await_kernel_before();
   Place at = {};
-  for (int i = 0; i < ahead; ++i, at.go_on()) fetch_x(p, s, i, first + i, row);
-  for (int step = first + ahead; row < p.rows; row += grid_size_z() * ROWS, step = first)
+  for (int i = 0; i < ahead; ++i, at.go_on()) fetch_x(p, s, i, first + i);
+  for (int step = first + ahead; tile < p.num_tiles; tile += grid_size_x(), step = first)
     for (; step < end; ++step, at.go_on()) {
       if (at.turn > 0) await(&s.empty[at.stage], (at.turn - 1) & 1);
       arrive_expecting(&s.full[at.stage], bytes);
-      int there = row / ROWS % 2 && IS_GATED ? first + end - 1 - step : step;
-      fetch_weight(p, s, at.stage, there);
-      fetch_x(p, s, at.stage, there, row);
+      fetch_weight(p, s, at.stage, step, tile);
+      fetch_x(p, s, at.stage, step);
     }
 }
 
@@ -100,11 +100,10 @@ DEVICE bf16 activated(word gate_and_up) {
 }
 
 // A thread holds of rows r and r + 8 of its warp columns 8j + 2q and 8j + 2q + 1, q its place among four: a gate and its up.
-DEVICE void leave_gated(const Product& p, char* room, int first, int thread, float (&sums)[SUMS]) {
+DEVICE void leave_gated(const Product& p, char* room, int tile, int thread, float (&sums)[SUMS]) {
   constexpr int WIDTH = TILE / 2, PIECES = WIDTH / 4;  // of 8 bytes
-  int lane = thread % 32, column = block_index() * WIDTH;
+  int lane = thread % 32, first = first_row() + thread / 32 * 16, column = tile * WIDTH;
   bf16* mine = (bf16*)(room + thread / 32 * OUT_BYTES);
-  first += thread / 32 * 16;
 #pragma unroll
   for (int half = 0; half < 2; ++half, first += 8) {
 #pragma unroll
@@ -120,8 +119,8 @@ DEVICE void leave_gated(const Product& p, char* room, int first, int thread, flo
   }
 }
 
-DEVICE void leave_part(const Product& p, int part, int first, int thread, float (&sums)[SUMS]) {
-  int lane = thread % 32, row = first + thread / 32 * 16 + lane / 4, column = block_index() * TILE + lane % 4 * 2;
+DEVICE void leave_part(const Product& p, int part, int tile, int thread, float (&sums)[SUMS]) {
+  int lane = thread % 32, row = first_row() + thread / 32 * 16 + lane / 4, column = tile * TILE + lane % 4 * 2;
   float* to = (float*)p.out + ((long long)part * p.rows + row) * p.num_out + column;
 #pragma unroll
   for (int j = 0; j < TILE / 8; ++j) {
@@ -152,11 +151,11 @@ KERNEL(128 * GROUPS + 32, 1) product(const CONSTANT Product p) {
     return;
   }
   Place at = {};
-  for (int row = block_index_z() * ROWS; row < p.rows; row += grid_size_z() * ROWS) {
+  for (int tile = block_index(); tile < p.num_tiles; tile += grid_size_x()) {
     float sums[SUMS];
     multiply(s, end - first, thread / 128, thread, at, sums);
     await_kernel_before();  // which may read what lies where out is written
-    if (IS_GATED) leave_gated(p, room, row, thread, sums);
-    else leave_part(p, part, row, thread, sums);
+    if (IS_GATED) leave_gated(p, room, tile, thread, sums);
+    else leave_part(p, part, tile, thread, sums);
   }
 }

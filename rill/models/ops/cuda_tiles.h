@@ -3,8 +3,8 @@
 
 DEVICE int block_index_y() { return blockIdx.y; }
 DEVICE int block_index_z() { return blockIdx.z; }
+DEVICE int grid_size_x() { return gridDim.x; }
 DEVICE int grid_size_y() { return gridDim.y; }
-DEVICE int grid_size_z() { return gridDim.z; }
 
 // --- kernels that overlap -----------------------------------------------------------------------------------------
 

@@ -3,12 +3,12 @@
 
 #include "emulated_device.h"
 
-static int grid_x, grid_y, grid_z;
+static int grid_x, grid_y;
 #define block_index() (current->block % grid_x)
 DEVICE int block_index_y() { return current->block / grid_x % grid_y; }
 DEVICE int block_index_z() { return current->block / grid_x / grid_y; }
+DEVICE int grid_size_x() { return grid_x; }
 DEVICE int grid_size_y() { return grid_y; }
-DEVICE int grid_size_z() { return grid_z; }
 DEVICE word shared_address(const void* p) { return (word)(size_t)p; }
 
 // What the kernel before writes is there when somebody has waited for it.

@@ -86,7 +86,7 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tenso
     source.write_text(
         f'#include "{Path(__file__).with_name("emulated_tiles.h")}"\n#include "{hopper.SOURCES[-1]}"\n'
         'extern "C" int emulate(const Product* p, int x, int y, int z, int bytes, void* to, void* from, int size) {\n'
-        "  grid_x = x, grid_y = y, grid_z = z, kernel_before = [=] { memcpy(to, from, size); };\n"
+        "  grid_x = x, grid_y = y, kernel_before = [=] { memcpy(to, from, size); };\n"
         "  return launch(x * y * z, BLOCK_THREADS, CLUSTER_SIZE, bytes, 1, [&] { product(*p); });\n}\n"
     )
 
@@ -121,7 +121,7 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tenso
     [
         pytest.param(70, 92, 320, False, 4, 3, id="tiles of 24 gates, the last one past the end"),
         pytest.param(130, 100, 256, True, 5, 2, id="tiles of 20 gates, three groups"),
-        pytest.param(300, 36, 320, False, 2, 3, id="rows beyond those of a block, three groups twice"),
+        pytest.param(300, 148, 320, False, 5, 3, id="two blocks of rows, five tiles for three"),
         pytest.param(130, 100, 1600, None, 8, 4, id="two parts of different length, two blocks of rows"),
         pytest.param(200, 64, 3136, None, 3, 3, id="three parts, four groups, the last of few rows"),
     ],
