@@ -28,6 +28,12 @@ settings.load_profile("rill")
 OPTIONAL_MARKS = ("ray", "vllm")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: tests wait for processes that they have started a third of their time."""
+    return 1 + (os.cpu_count() or 1)
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()

@@ -4,7 +4,8 @@ A decode step of so many rows is bound by its weights or nearly so, and the libr
 while the kernel before still runs nor join the activation. Each weight is cut so that all multiprocessors read it at
 one time:
 
-    gate_up     tiles of gates and of the ups that belong to them, one for each multiprocessor
+    gate_up     tiles of gates and of the ups that belong to them, one for each multiprocessor; where several blocks of
+                rows share them out, each goes on to the next one that is nobody's
     the others  tiles of TILE rows, and parts [P, B, N] of the summed axis, added up by the kernel that reads them next
 
 Weights may be read before the kernel before has ended, because no kernel of a captured step writes them, and a step
@@ -140,9 +141,7 @@ def product(x_BK: Tensor, weight_NK: Tensor, *, is_gelu: bool | None = None) -> 
 def _kernel(cut: ProductCut, is_gelu: bool) -> CudaKernel:
     device, tiles, kernel = (path.read_text() for path in SOURCES)
     source = "".join((device, tiles, multiply_tiles(cut.tile), kernel))
-    return CudaKernel(
-        source, "product", macros_of(cut, is_gelu), memory_bytes=cut.memory_bytes, cluster=1
-    )
+    return CudaKernel(source, "product", macros_of(cut, is_gelu), memory_bytes=cut.memory_bytes, cluster=1)
 
 
 def macros_of(cut: ProductCut, is_gelu: bool) -> dict[str, int]:

@@ -28,8 +28,8 @@ from rill.models.ops.triton_skinny import ProductShape, product, turn_parts
 
 MAX_ROWS = 64
 FEW_ROWS, DEEP_ROWS = 16, 32
-"""Up to so many, tiles are larger and fewer parts are asked for early, and WideStages are slower; or more tiles are under
-way: found by trying, on an H200."""
+"""Up to so many, tiles are larger, fewer parts are asked for early, and WideStages are slower; or more tiles
+are under way: found by trying, on an H200."""
 PREFETCH_BYTES = 8 << 20
 """Of a weight that is cut into parts, asked for before its product may begin. Programs of other products read for so
 long that asking early changes nothing."""
@@ -122,8 +122,8 @@ class SkinnyStages(KernelStages):
 
 
 class WideStages(KernelStages):
-    """For batches of one token a row, of more than FEW_ROWS and up to hopper.MAX_GATED_ROWS rows; logits are as ever, and
-    so is all but the gated product beyond hopper.MAX_ROWS."""
+    """For batches of one token a row, of more than FEW_ROWS and up to hopper.MAX_GATED_ROWS rows. Logits are as ever,
+    and so is all but the gated product beyond hopper.MAX_ROWS."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder.ops, decoder.ops.linear)

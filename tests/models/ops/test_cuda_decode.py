@@ -29,6 +29,7 @@ CASES: dict[str, Case] = {
     "an odd number of heads": (9, 3, 64, 16, [40, 250], 128),
     "one head": (7, 1, 128, 16, [90, 16], None),
 }
+NUM_QUICK = 3
 
 
 class Problem:
@@ -141,7 +142,9 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tenso
     return use
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (i >= NUM_QUICK)) for i, n in enumerate(CASES)]
+)
 def test_threads_in_any_order_compute_what_torch_computes(
     name: str, emulated: Callable[[Tensor], None]
 ) -> None:

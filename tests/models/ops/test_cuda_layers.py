@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], list[int], int, int]] = {
         {"size": 896, "inner": 1216, "heads": 14, "num_layers": 1}, [600, 30], 0, 32,
     ),
 }  # fmt: skip
-NUM_QUICK = 3
+NUM_QUICK = 2
 
 
 class Model(NamedTuple):

@@ -29,6 +29,7 @@ SIZES = [
     (8192, 29568),
 ]
 """Hidden and inner, of many a model."""
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("num_sms", [132, 114, 78])
@@ -120,9 +121,9 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tenso
     ("rows", "num_out", "num_in", "is_gelu", "num_sms", "num_stages"),
     [
         pytest.param(70, 92, 320, False, 4, 3, id="tiles of 24 gates, the last one past the end"),
-        pytest.param(130, 100, 256, True, 5, 2, id="tiles of 20 gates, three groups"),
-        pytest.param(300, 148, 320, False, 5, 3, id="two blocks of rows, five tiles for three"),
-        pytest.param(130, 100, 1600, None, 8, 4, id="two parts of different length, two blocks of rows"),
+        pytest.param(300, 148, 320, True, 5, 3, id="two blocks of rows, five tiles for three"),
+        pytest.param(130, 100, 256, True, 5, 2, id="tiles of 20 gates, three groups", marks=SLOW),
+        pytest.param(130, 100, 1600, None, 8, 4, id="two parts of different length, two blocks of rows", marks=SLOW),
         pytest.param(200, 64, 3136, None, 3, 3, id="three parts, four groups, the last of few rows"),
     ],
 )  # fmt: skip
@@ -144,7 +145,7 @@ def test_threads_in_any_order_compute_what_torch_computes(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [65, 100, 128, 200, 256])
+@pytest.mark.parametrize("rows", [20, 65, 128, 200, 256, 300, 512])
 @pytest.mark.parametrize(
     ("num_out", "num_in"), [(1536, 8960), (8960, 1536), (4864, 896), (1000, 192), (4, 64), (18944, 3584)]
 )
