@@ -101,6 +101,7 @@ class CudaRunner(ModelRunner):
             device=device,
         )
         # What is batch_invariant has the bits of a trainer's scorer, whose attention is the one in Triton.
+        decode.is_invariant = batch_invariant
         decode.uses_copies = not batch_invariant and self._finds_copies(
             num_heads, num_kv_heads, head_dim, config.block_size
         )

@@ -21,27 +21,38 @@ from rill.models.ops import cuda_decode
 from rill.models.ops.triton_fp8 import as_read, widened_pairs
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
+FEW_ROWS = 64
+"""Up to so many, a program joins all pieces of one head of a row at one time."""
+
 
 @triton.jit
 def _join(  # type: ignore[no-untyped-def]
     part_ptr, stat_ptr, pieces_ptr, out_ptr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    MAX_PIECES: tl.constexpr, PDL: tl.constexpr,
+    MAX_PIECES: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: its pieces become its output."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Some heads of one row: their pieces become their output."""
+    row = tl.program_id(0).to(tl.int64)
     num_pieces = tl.load(pieces_ptr + row)
     await_inputs(PDL)  # every program: whoever comes next waits for this kernel alone
     if num_pieces > 1:
-        d, n = tl.arange(0, DP), tl.arange(0, MAX_PIECES)
-        there = n < num_pieces
-        at = (row * H + head) * MAX_PIECES + n
-        tops = tl.load(stat_ptr + at * 2, mask=there, other=-1e30)
-        sums = tl.load(stat_ptr + at * 2 + 1, mask=there, other=0.0)
-        parts = tl.load(part_ptr + at[:, None] * DP + d[None, :], mask=there[:, None], other=0.0)
-        shares = tl.exp(tops - tl.max(tops, axis=0))
-        out = tl.sum(shares[:, None] * parts, axis=0) / tl.sum(shares * sums, axis=0)
-        to = out_ptr + (row * H + head) * D + d
-        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=d < D)
+        head, d = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, DP)
+        top = tl.full([HEADS], -1e30, tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        out = tl.zeros([HEADS, DP], tl.float32)
+        for first in range(0, num_pieces, AT_ONCE):
+            n = first + tl.arange(0, AT_ONCE)
+            there = (head < H)[:, None] & (n < num_pieces)[None, :]
+            at = ((row * H + head) * MAX_PIECES)[:, None] + n[None, :]
+            tops = tl.load(stat_ptr + at * 2, mask=there, other=-1e30)
+            sums = tl.load(stat_ptr + at * 2 + 1, mask=there, other=0.0)
+            parts = tl.load(part_ptr + at[:, :, None] * DP + d, mask=there[:, :, None], other=0.0)
+            before, top = top, tl.maximum(top, tl.max(tops, axis=1))
+            keep, shares = tl.exp(before - top), tl.exp(tops - top[:, None])
+            total = total * keep + tl.sum(shares * sums, axis=1)
+            out = out * keep[:, None] + tl.sum(shares[:, :, None] * parts, axis=1)
+        to = out_ptr + ((row * H + head) * D)[:, None] + d[None, :]
+        out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(to, out, mask=(head < H)[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -158,9 +169,10 @@ class DecodeAttention:
     """Buffers for the pieces of up to max_rows rows, made once so that graphs can refer to them.
 
     uses_copies: what cuda_decode can do is done by it.
+    is_invariant: a row's sums come in one order, however many rows there are.
     """
 
-    uses_copies = False
+    uses_copies, is_invariant = False, True
 
     num_warps = 4
     num_stages = {0: 3, 1: 3, 2: 4}
@@ -220,8 +232,11 @@ class DecodeAttention:
                 launch(work.entries, run, ROWS=1, M=max(16, power_of_2(group)), num_warps=self.num_warps)
             if work.pieces is not None:
                 rows = slice(run.first_row, run.first_row + run.num_rows)
-                _join[(run.num_rows, self._heads)](
+                # Of few rows all have pieces, and each is in a hurry; of many most have none.
+                is_many = run.num_rows > FEW_ROWS and not self.is_invariant
+                heads, at_once = (4, 4) if is_many else (1, MAX_PIECES)
+                _join[(run.num_rows, -(-self._heads // heads))](
                     self._part, self._stat, work.pieces[rows], out[rows], H=self._heads, D=self._dim,
-                    DP=self.dim_padded, MAX_PIECES=MAX_PIECES, num_warps=max(1, self.dim_padded // 128),
-                    **early_launch(query_BW.device),
+                    DP=self.dim_padded, MAX_PIECES=MAX_PIECES, HEADS=heads, AT_ONCE=at_once,
+                    num_warps=heads * max(1, self.dim_padded // 128), **early_launch(query_BW.device),
                 )  # fmt: skip

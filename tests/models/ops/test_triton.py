@@ -24,12 +24,21 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "softcap", "max_rows"), [(0, 0.0, 16), (40, 0.0, 16), (0, 5.0, 3)])
 @pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("is_many", [False, True])
 @torch.no_grad()
 def test_decode_attention_of_unequal_lengths(
-    dtype: torch.dtype, window: int, softcap: float, max_rows: int, has_sinks: bool
+    dtype: torch.dtype,
+    window: int,
+    softcap: float,
+    max_rows: int,
+    has_sinks: bool,
+    is_many: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from rill.models.ops import triton_decode
     from rill.models.ops.triton_decode import DecodeAttention
 
+    monkeypatch.setattr(triton_decode, "FEW_ROWS", 0)  # few or many: their pieces are joined in another way
     generator = torch.Generator("cuda").manual_seed(0)
     heads, kv_heads, dim, block = 12, 2, 128, 16
     lengths = np.array([1, 5, 64, 511, 512, 513, 300, 4096, 5000], dtype=np.int32)
@@ -49,6 +58,7 @@ def test_decode_attention_of_unequal_lengths(
     attend = DecodeAttention(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, max_rows=max_rows, device=torch.device("cuda")
     )
+    attend.is_invariant = not is_many
     rows = np.arange(len(lengths), dtype=np.int32)
     entries, pieces, runs = work_in_runs(lengths, rows, max_rows)
     work = DecodeWork(torch.from_numpy(entries).cuda(), runs, torch.from_numpy(pieces).cuda())
