@@ -70,8 +70,10 @@ def test_mistakes_are_told_in_the_words_of_the_dialect(url: str) -> None:
         ("/v1/messages", {**asked, "model": "nobody"}, "secret", 404),
         ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, "secret", 400),
         ("/v1/responses", [], "secret", 400),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "secret", 400),
     ):
         answer = http.post(f"{url}{path}", json=body, headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == status, (path, body, answer.text)
         said = answer.json()
         assert said["error"]["message"] and (said.get("type") == "error") == path.endswith("messages")
+    assert "max_output_tokens must be at least 1" in said["error"]["message"], "as it was asked for"

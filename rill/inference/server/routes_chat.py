@@ -98,15 +98,22 @@ class ChatAnswer(OpenAIAnswer):
         )
         """Those that have begun."""
 
+    def limit(self) -> tuple[str, int | None]:
+        """How many tokens at most, and by which name that was asked for."""
+        if self.body.max_completion_tokens is None:
+            return "max_tokens", self.body.max_tokens
+        return "max_completion_tokens", self.body.max_completion_tokens
+
     def requests(self) -> list[EngineRequest]:
         body = self.body
-        wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        limit_param, max_tokens = self.limit()
         return build_requests(
             self.state,
             body,
             self.prompts,
             request_id=self.id,
-            max_tokens=wanted,
+            max_tokens=max_tokens,
+            limit_param=limit_param,
             num_top=body.top_logprobs,
             top_param="top_logprobs",
             guide=self._forced_call(),

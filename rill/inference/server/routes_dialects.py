@@ -64,6 +64,10 @@ class _Translated(ChatAnswer):
         self._stream = dialect.stream(self._answer)
         self._is_begun = False
 
+    def limit(self) -> tuple[str, int | None]:
+        param, value = super().limit()
+        return "max_output_tokens" if self._dialect is RESPONSES else param, value
+
     async def whole(self, samples: Samples) -> dict[str, Any]:
         for piece in await samples.whole():
             self._hear(piece)

@@ -81,12 +81,13 @@ def build_requests(
     num_top: int | None,
     top_param: str,
     is_streamed: bool,
+    limit_param: str = "max_tokens",
     clamp_to_context: bool = False,
     guide: Guide | None = None,
     pictures: tuple[Picture, ...] = (),
 ) -> list[Request]:
     """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i. `top_param` asks for `num_top`
-    of the likeliest tokens."""
+    of the likeliest tokens, `limit_param` for `max_tokens`."""
     if num_top:
         what = "this engine reports the sampled token's log-probability only; use 0"
         state.require(Feature.TOP_LOGPROBS, top_param, f"{top_param} is {num_top}: {what}")
@@ -102,7 +103,9 @@ def build_requests(
     interval_s = state.generation.interval_s(is_streamed=is_streamed)
     requests = []
     for prompt_index, prompt in enumerate(prompts):
-        max_new_tokens = _max_new_tokens(len(prompt), max_tokens, state.engine.max_context, clamp_to_context)
+        max_new_tokens = _max_new_tokens(
+            len(prompt), max_tokens, limit_param, state.engine.max_context, clamp_to_context
+        )
         token_ids = np.asarray(prompt, dtype=np.int32)
         for sample in range(num_samples):
             index = prompt_index * num_samples + sample
@@ -147,7 +150,7 @@ def _sampling(body: SamplingBody, max_new_tokens: int, sample: int) -> SamplingP
     )
 
 
-def _max_new_tokens(prompt_length: int, wanted: int | None, max_context: int, clamp: bool) -> int:
+def _max_new_tokens(prompt_length: int, wanted: int | None, param: str, max_context: int, clamp: bool) -> int:
     room = max_context - prompt_length
     if room < 1:
         raise bad_request(
@@ -158,12 +161,12 @@ def _max_new_tokens(prompt_length: int, wanted: int | None, max_context: int, cl
     if wanted is None:
         return room
     if wanted < 1:
-        raise bad_request("max_tokens must be at least 1", "max_tokens")
+        raise bad_request(f"{param} must be at least 1", param)
     if wanted > room and not clamp:
         raise bad_request(
-            f"the prompt has {prompt_length} tokens and max_tokens is {wanted}: together more than the context"
+            f"the prompt has {prompt_length} tokens and {param} is {wanted}: together more than the context"
             f" of {max_context}",
-            "max_tokens",
+            param,
             "context_length_exceeded",
         )
     return min(wanted, room)
