@@ -1,8 +1,8 @@
 """Decode attention over the paged cache: one query per row, every key/value head read once.
 
 There is one program for each entry of the work list (rill.models.decode.decode_work) and key/value head; on Hopper
-rill.models.ops.cuda_decode takes that part. Where rows are cut, a launch behind it joins their pieces, in their order,
-so a row has the same bits whatever the batch.
+rill.models.ops.cuda_decode takes that part. Where rows are cut, a launch behind it joins their pieces, in their order;
+a row has the same bits whatever the batch, unless the caller can do without.
 What a group of rows has in common is read once for all of them by a launch before, whose parts are joined too.
 The list is data: a captured graph serves every mixture of lengths whose list fits its number of programs.
 
