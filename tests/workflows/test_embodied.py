@@ -256,6 +256,7 @@ class Switching(NamedTuple):
             steering.switch(placement, FlowConfig(), staying)
 
 
+@pytest.mark.slow  # e2e/test_plans.py has it of a language model
 def test_a_plan_may_change_between_steps_and_no_bit_of_the_result(tmp_path: Path) -> None:
     plain, switched = (Run.create("robot", root=tmp_path, config_toml="") for _ in range(2))
     config = recipe(

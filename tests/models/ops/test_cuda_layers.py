@@ -250,7 +250,11 @@ def test_threads_in_any_order_compute_what_torch_computes(
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "num_rows"), [(9, MAX_ROWS), (2, 2)], ids=["all rows", "an engine of two slots"]
+    ("num_slots", "num_rows"),
+    [
+        pytest.param(9, MAX_ROWS, id="all rows", marks=pytest.mark.slow),
+        pytest.param(2, 2, id="an engine of two slots"),
+    ],
 )
 def test_the_check_at_start_compares_as_many_rows_as_there_are(
     num_slots: int, num_rows: int, emulator: Callable[[dict[str, int]], Any], monkeypatch: pytest.MonkeyPatch
