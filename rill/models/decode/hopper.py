@@ -4,8 +4,8 @@ A decode step of so many rows is bound by its weights or nearly so, and the libr
 while the kernel before still runs nor join the activation. Each weight is cut so that all multiprocessors read it at
 one time:
 
-    gate_up     tiles of gates and of the ups that belong to them, one for each multiprocessor; where several blocks of
-                rows share them out, each goes on to the next one that is nobody's
+    gate_up     tiles of gates and of the ups that belong to them, one for each multiprocessor; with more than 256 rows
+                a multiprocessor has some of the rows and several tiles
     the others  tiles of TILE rows, and parts [P, B, N] of the summed axis, added up by the kernel that reads them next
 
 Weights may be read before the kernel before has ended, because no kernel of a captured step writes them, and a step

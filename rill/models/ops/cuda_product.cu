@@ -3,10 +3,10 @@
 //     feeder   tiles of x and W, a step of 64 inputs at a time ──► stages in shared memory (as far ahead as there is room)
 //     workers  GROUPS of four warps, 64 rows each, all with the same tile of W ──► sums in registers ──► out
 //
-// A block has 64 · GROUPS rows and TILE of the weight's at a time; where there are fewer blocks than tiles of the weight,
-// each goes on to the next one that is nobody's, which is on its way while it leaves what came of the one before. The first
-// stages of W are asked for while the kernel before still runs, which writes x and not W. Rows of x that there are none of
-// are left as they lie in shared memory: whatever they are, only sums that nobody stores come of them.
+// A block has 64 · GROUPS rows and TILE of the weight's at a time; where tiles of the weight are more than blocks, each has
+// several, the next of which is on its way while it leaves what came of the one before. The first stages of W are asked for
+// while the kernel before still runs, which writes x and not W. Rows of x that there are none of are left as they lie in
+// shared memory: whatever they are, only sums that nobody stores come of them.
 //
 // IS_GATED: the weight is gates above ups, a tile is some gates, each with its up behind it, and out is act(gate) · up
 // [B, N / 2]. Otherwise out is float32 parts [P, B, N] of the summed axis, to be added up by who reads them.
@@ -33,9 +33,8 @@ struct Stages {
   DEVICE_MEMBER char* weight(int stage) const { return x(stage) + X_BYTES; }
 };
 
-DEVICE int first_step(const Product& p, int part) { return part * p.num_steps / grid_size_y(); }
-
 DEVICE int first_row() { return block_index_z() * ROWS; }
+DEVICE int first_step(const Product& p, int part) { return part * p.num_steps / grid_size_y(); }
 
 DEVICE void fetch_weight(const Product& p, const Stages& s, int stage, int step, int tile) {
   if (IS_GATED) fetch_tiles(s.weight(stage), &p.weight, step * STEP, 0, tile * (TILE / 2), &s.full[stage]);
