@@ -197,7 +197,9 @@ def test_a_warm_up_that_goes_on_notices_that_its_data_was_edited(jsonl: str, tmp
     path.write_text("\n".join(rows))
     later: list[StepReport] = []
     tiny.resume(Run.open("edited", root=tmp_path), observers=[later.append])
-    assert later[0].phase == "warm-up" and later[0].step > 4
+    # Every second step is reported, and what the first report tells is kept. Whether later ones are is a matter of how
+    # long keeping takes; a warm-up that began anew would report step 2.
+    assert later[0].phase == "warm-up" and later[0].step > 2
 
 
 @pytest.mark.slow
