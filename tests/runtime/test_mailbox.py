@@ -306,7 +306,10 @@ def open_files() -> set[tuple[str, str]]:
     return found
 
 
-def test_what_waits_for_a_process_that_is_gone_is_dropped_at_once(boxes: tuple[Mailbox, Mailbox]) -> None:
+def test_what_waits_for_a_process_that_is_gone_is_dropped_at_once(
+    boxes: tuple[Mailbox, Mailbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rill.runtime.process.mailbox.CLOSE_LINGER_MS", 20_000)
     here, there = boxes
     here.start()
     before = open_files()
@@ -316,7 +319,7 @@ def test_what_waits_for_a_process_that_is_gone_is_dropped_at_once(boxes: tuple[M
     assert open_files() <= before, "others that were open may have been closed meanwhile"
     started_s = time.monotonic()
     here.close()
-    assert time.monotonic() - started_s < 0.4
+    assert time.monotonic() - started_s < 10
 
 
 def test_a_sender_keeps_nothing_that_was_confirmed(boxes: tuple[Mailbox, Mailbox]) -> None:

@@ -58,9 +58,9 @@ def test_log_normal_lengths_are_balanced_within_3_percent(seed):
 def test_a_large_split_is_quick():
     """50 ms on a quiet machine (benchmarks/balance.py); here only that it is not quadratic."""
     costs = CostModel()(log_normal(4096))
-    start_s = time.perf_counter()
+    start_s = time.thread_time()
     partition(costs, 64)
-    assert time.perf_counter() - start_s < 1.0
+    assert time.thread_time() - start_s < 1.0
 
 
 def test_nonsense_is_refused():
