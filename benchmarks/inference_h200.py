@@ -91,25 +91,32 @@ def bound_s(num_seqs: int, prompt: int, new: int) -> float:
 
 
 def ceilings() -> None:
-    """What a large copy and a large product reach here, hot: a second of products before each is timed."""
-    x = torch.randn(8192, 8192, device="cuda").bfloat16()
+    """What a large copy and a large product reach here, hot."""
+    report(ceiling="TFLOP/s of a bf16 product", measured=ceiling_of_products())
     big = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     copied = torch.empty_like(big)
-    for name, call, work in (
-        ("TFLOP/s of a bf16 product", lambda: x @ x, 2 * 8192**3 / 1e12),
-        ("TB/s of a copy", lambda: copied.copy_(big), 2 * big.numel() / 1e12),
-    ):
-        start = time.perf_counter()
-        while time.perf_counter() - start < 1.0:
-            call()
-            torch.cuda.synchronize()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(40):
-            call()
-        end.record()
+    rate = hot_rate(lambda: copied.copy_(big), 2 * big.numel())
+    report(ceiling="TB/s of a copy", measured=rate)
+
+
+def ceiling_of_products() -> float:
+    x = torch.randn(8192, 8192, device="cuda").bfloat16()
+    return hot_rate(lambda: x @ x, 2 * 8192**3)
+
+
+def hot_rate(call: Callable[[], Any], work: float) -> float:
+    """Of 10^12 units of work a second, after one second of the same."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < 1.0:
+        call()
         torch.cuda.synchronize()
-        report(ceiling=name, measured=round(work * 40 / (begin.elapsed_time(end) / 1000), 2))
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(40):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return round(work * 40 / (begin.elapsed_time(end) / 1000) / 1e12, 2)
 
 
 def fixed(engine: NativeEngine) -> float:
