@@ -176,7 +176,9 @@ class Launcher:
                 self._move(name, placement[name])
             except RunError as error:  # this one is back already
                 for other in moved[:number]:
-                    with suppress(RunError):  # one that dies on the way is found lost; what it had learnt is loaded
+                    with suppress(
+                        RunError
+                    ):  # one that dies on the way is found lost; what it had learnt is loaded
                         self._move(other, before[other])
                 return moved[: number + 1], error
         return moved, None

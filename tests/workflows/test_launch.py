@@ -38,7 +38,9 @@ def test_engines_that_run_ahead_may_not_share_devices_with_the_trainer(tmp_path:
 
 def test_what_is_lost_on_its_way_back_from_a_move_that_failed_hides_nobody_who_has_to_load() -> None:
     """A trainer that was started again without its weights must not be trained on."""
-    tries = Mock(side_effect=[None, RunError("the actor does not start there"), RunError("and an engine dies")])
+    tries = Mock(
+        side_effect=[None, RunError("the actor does not start there"), RunError("and an engine dies")]
+    )
     session = SimpleNamespace(
         groups=("rollout", "actor"),
         devices={"rollout": frozenset({0}), "actor": frozenset({0})},
