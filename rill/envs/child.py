@@ -67,6 +67,11 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended by itself. It is not waited for here: `kill` ends what it has started."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def first(self) -> Any:
         """Waits for what `make` answered."""
         return self._receive(START_S)
