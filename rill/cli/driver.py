@@ -153,12 +153,12 @@ def _drive(
 
     def record(report: StepReport) -> None:
         nonlocal changed_config
-        if changed_config is not None:
-            write_atomically(run.config_path, changed_config)
-            changed_config = None
         if report.phase == "restart":
             metrics.rewind(report.step if whole_checkpoints(run) else BEFORE_ALL)
         else:
+            if changed_config is not None:
+                write_atomically(run.config_path, changed_config)
+                changed_config = None
             metrics.write(logged_step(report), report.metrics)
         for note in report.notes:
             progress.note(note)

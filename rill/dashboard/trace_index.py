@@ -14,6 +14,7 @@ most NUM_BINS bins; when a run outgrows them, neighbours are added and S grows b
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -262,8 +263,11 @@ class _Bins:
 
     def _map(self, path: Path, num_pairs: int) -> npt.NDArray[Any]:
         room = max(16, 1 << (num_pairs - 1).bit_length())  # grown by doubling
-        with path.open("ab") as file:
-            file.truncate(max(room * NUM_BINS * 4, file.tell()))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:  # a full disk is an error here: in mapped memory it would be a SIGBUS, which ends the process
+            os.posix_fallocate(fd, 0, room * NUM_BINS * 4)
+        finally:
+            os.close(fd)
         return np.memmap(path, np.float32, "r+", shape=(room, NUM_BINS))[:num_pairs]
 
 

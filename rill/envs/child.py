@@ -67,6 +67,11 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended by itself. It is not waited for here: `kill` ends what it has started."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def first(self) -> Any:
         """Waits for what `make` answered."""
         return self._receive(START_S)
@@ -99,7 +104,11 @@ class Child:
         self._socket.settimeout(max(left_s, 1e-3))
         try:
             value, raised, is_users = pickle.load(self._answers)
-        except (OSError, EOFError) as error:
+        except (
+            OSError,
+            EOFError,
+            pickle.UnpicklingError,
+        ) as error:  # the last: it died in the middle of its answer
             raise self._lost(error, timeout_s) from error
         if raised is not None:
             raise ChildRaisedError(raised, is_users=is_users)

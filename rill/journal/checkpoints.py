@@ -65,6 +65,8 @@ class RunCheckpoints:
         self._timeout_s = timeout_s
         self._newest_step: int | None = None
         """Saved or loaded by this object."""
+        self.has_passed_over = False
+        """A newer one, which is damaged, when it loaded."""
         self._scores: dict[int, float] = {}
         self._unsettled: tuple[int, list[Handle]] | None = None
         """The step whose files are being written, and the calls that wait for them."""
@@ -172,6 +174,7 @@ class RunCheckpoints:
             if not damage:
                 for other in damaged:
                     (other / MANIFEST).rename(other / DAMAGED)
+                self.has_passed_over = bool(damaged)
                 self._newest_step = step_of(folder)
                 return self._newest_step
             log.warning("%s cannot be loaded (%s): passed over", folder, damage)

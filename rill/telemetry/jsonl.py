@@ -1,13 +1,17 @@
 """JSON lines that can be read while they are written.
 
 A writer appends whole lines with one system call each; a killed writer leaves at most one cut line, at the end of
-what it wrote. The reader skips what is not whole, so that a log is readable at any moment of its life.
+what it wrote. The reader skips what is not whole, so that a log is readable at any moment of its life. A full disk
+makes the writer wait, and no line is lost.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +19,11 @@ from typing import Any, TypeVar
 import msgspec
 
 R = TypeVar("R")
+
+FULL_TIMEOUT_S = 600.0
+RETRY_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 def encode_line(record: Any) -> bytes:
@@ -58,19 +67,35 @@ def read_records(path: Path, kind: type[R]) -> Iterator[R]:
 
 
 class LineFile:
-    """An append-only file of JSON lines. Every `write` reaches the operating system before it returns."""
+    """An append-only file of JSON lines, with one writer. Every `write` reaches the operating system before it
+    returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, full_timeout_s: float = FULL_TIMEOUT_S) -> None:
+        """`full_timeout_s`: how long a full disk is waited for."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
+        self._full_timeout_s = full_timeout_s
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._end_cut_line()
 
     def write(self, lines: bytes) -> None:
-        """Append whole lines (each ending in a newline)."""
-        view = memoryview(lines)
-        while view:
-            view = view[os.write(self._fd, view) :]
+        """Append whole lines (each ending in a newline), all or none of them."""
+        deadline_s = time.monotonic() + self._full_timeout_s
+        is_told = False
+        while True:
+            rest = memoryview(lines)
+            try:
+                while rest:
+                    rest = rest[os.write(self._fd, rest) :]
+                return
+            except OSError as error:
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - (len(lines) - len(rest)))
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() >= deadline_s:
+                    raise
+                if not is_told:
+                    _log.warning("%s waits for room on the disk: %s", self.path, error.strerror)
+                    is_told = True
+            time.sleep(RETRY_S)
 
     def sync(self) -> None:
         """Wait until what was written would survive a loss of power."""

@@ -163,7 +163,7 @@ class _Tracer:
         self.open_spans: dict[int, _OpenSpan] = {}
         self._folder = folder
         self._offset_ns = shared_clock_offset_ns(folder)
-        self._file: LineFile | None = LineFile(folder / f"{process.replace('/', '_')}.jsonl")
+        self._file: LineFile | None = LineFile(folder / f"{process.replace('/', '_')}.jsonl", 0.0)
         self._reported: set[tuple[int, int]] = set()
         self._write_lock = threading.Lock()
         self._stop = threading.Event()

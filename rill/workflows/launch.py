@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rill.errors import PeerDiedError, PlanError, RillError, RunError
@@ -175,7 +176,10 @@ class Launcher:
                 self._move(name, placement[name])
             except RunError as error:  # this one is back already
                 for other in moved[:number]:
-                    self._move(other, before[other])
+                    with suppress(
+                        RunError
+                    ):  # one that dies on the way is found lost; what it had learnt is loaded
+                        self._move(other, before[other])
                 return moved[: number + 1], error
         return moved, None
 

@@ -76,7 +76,7 @@ class Loop:
 
     def restore(self) -> None:
         """Load the newest whole checkpoint, if there is one."""
-        self.step = self.checkpoints.load_latest() or 0
+        self.step = restored(self.checkpoints, self.config.steps, self.observers)
 
     def run(self) -> None:
         """From where it stands to the last step."""
@@ -163,3 +163,13 @@ class Loop:
     def _report(self, metrics: Mapping[str, float], save: Callable[[], None] = lambda: None) -> None:
         self._metrics = metrics
         StepReport(step=self.step, num_steps=self.config.steps, metrics=metrics).tell(self.observers, save)
+
+
+def restored(checkpoints: RunCheckpoints, num_steps: int, observers: Sequence[Observer]) -> int:
+    """Load the newest whole checkpoint; the step that it holds. Where a newer one is damaged observers are told from
+    where the run goes on: they have figures of steps after it."""
+    step = checkpoints.load_latest() or 0
+    if checkpoints.has_passed_over:
+        notes = (f"going on from step {step}",)
+        StepReport(step=step, num_steps=num_steps, metrics={}, phase="restart", notes=notes).tell(observers)
+    return step

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from rill.planning.pilot import Pilot
@@ -45,7 +46,8 @@ class Steering(NamedTuple):
             self.pilot.after_step(self, report)
 
     def record(self) -> None:
-        write_history(self.run, self.history())
+        with suppress(OSError):  # on a full disk it has to wait
+            write_history(self.run, self.history())
 
     def history(self, since_s: float = 0.0) -> list[CallRecord]:
         return self.launch.session.cluster.history(since_s)

@@ -32,7 +32,7 @@ from rill.training.sft import SFTTrainer
 from rill.workers.supervised import Kind, SupervisedWorker, open_policy
 from rill.workflows.config import ClusterConfig, RecipeConfig, Seats
 from rill.workflows.launch import open_cluster
-from rill.workflows.loop import Observer, StepReport
+from rill.workflows.loop import Observer, StepReport, restored
 
 
 class SupervisedLoopConfig(Config):
@@ -98,7 +98,7 @@ class SupervisedWorkflow:
 
     def _train(self, worker: WorkerGroup[SupervisedWorker], checkpoints: RunCheckpoints) -> None:
         loop = self.config.loop
-        step = checkpoints.load_latest() or 0
+        step = restored(checkpoints, loop.steps, self.observers)
         reason = worker.why_no_evaluations().wait(timeout_s=loop.timeout_s)[0]
         notes = (f"no evaluations: {reason}",) if reason else ()
         while step < loop.steps:

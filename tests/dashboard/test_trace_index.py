@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rill.dashboard.log_index import STATE_FILE
-from rill.dashboard.trace_index import NUM_BINS, UNFINISHED, TraceIndex, TraceIndexer
+from rill.dashboard.trace_index import NUM_BINS, UNFINISHED, TraceIndex, TraceIndexer, bins_path
 from tests.dashboard.folders import BEGIN_NS, SECOND, append, process, span
 
 
@@ -163,3 +163,11 @@ def test_a_resumed_run_ends_what_its_earlier_life_left_open(tmp_path: Path) -> N
     rows = indexed(log, tmp_path / "index").spans_between(BEGIN_NS, BEGIN_NS + 1000 * SECOND)
     (row,) = rows[rows["kind"] == UNFINISHED]
     assert row["length"] == SECOND
+
+
+def test_room_for_the_bins_is_taken_before_they_are_mapped(tmp_path: Path) -> None:
+    """A page that a full disk has no room for would end the process with a SIGBUS."""
+    log, folder = tmp_path / "a.jsonl", tmp_path / "index"
+    append(log, process("a"), span("x", "lane", 0.0, 1.0))
+    found = bins_path(folder, indexed(log, folder).state.shift).stat()
+    assert found.st_blocks * 512 >= found.st_size > 0

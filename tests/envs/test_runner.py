@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -268,6 +269,18 @@ def test_a_dying_process_is_a_failure_and_is_replaced(run: Any) -> None:
     assert "died" in scored.error
     again = score_all(runner, [(PROMPT, answered("4"))])[0]
     assert "died" in (again.error or "")
+
+
+def test_a_process_that_is_killed_while_it_is_idle_costs_no_score(run: Any) -> None:
+    scored, runner = run(function("length"), num_processes=1)
+    assert scored.value == 1.0
+    for child in psutil.Process().children():
+        if "rill.envs.child" in " ".join(child.cmdline()):
+            child.kill()
+            while child.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+    again = score_all(runner, [(PROMPT, answered("four"))])[0]
+    assert (again.value, again.error) == (4.0, None)
 
 
 def test_a_process_that_reads_nothing_more_does_not_hold_its_caller(run: Any) -> None:

@@ -16,6 +16,7 @@ from rill.journal.checkpoints import MANIFEST, RunCheckpoints, damage_of, step_o
 from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle
 from rill.telemetry.run import Run, write_atomically
+from rill.workflows.loop import StepReport, restored
 
 
 class Done:
@@ -180,6 +181,16 @@ def test_what_is_saved_after_a_damaged_one_was_passed_over_is_the_newest(tmp_pat
     keeps_one.save(12)
     keeps_one.settle()
     assert RunCheckpoints(run, {"one": group}, 1, 1.0).load_latest() == 12 and group.number == 120  # type: ignore[dict-item]
+
+
+def test_observers_are_told_where_a_run_goes_on_that_has_passed_over_a_damaged_one(tmp_path: Path) -> None:
+    """They have figures of the steps after it, which are taken again."""
+    run, checkpoints, _ = saved(tmp_path, 10, 20)
+    told: list[StepReport] = []
+    assert restored(checkpoints, 30, [told.append]) == 20 and not told
+    (run.checkpoints_dir / "step-000020" / "one" / "number").write_text("torn")
+    assert restored(checkpoints, 30, [told.append]) == 10
+    assert [(report.phase, report.step) for report in told] == [("restart", 10)]
 
 
 def test_a_checkpoint_counts_once_its_files_are_written_behind_training(tmp_path: Path) -> None:

@@ -281,6 +281,15 @@ def test_closing_one_of_two_clusters_leaves_the_other_alone() -> None:
         assert group.plus(1).wait(20) == [1]
 
 
+def test_an_agent_that_was_started_ahead_and_killed_before_it_was_needed_is_started_again() -> None:
+    with backend.agent_ahead(["colorsys"]):
+        ((_, process),) = backend._ahead
+        process.kill()
+        process.wait()
+        with Cluster(devices="cpu:1") as cluster:
+            assert Echo.launch(cluster, name="echo", threads=1).plus(1).wait(20) == [1]
+
+
 def test_an_agent_that_was_started_ahead_is_the_clusters_and_one_that_nobody_took_ends() -> None:
     before = children()
     with backend.agent_ahead(["colorsys", "no_such_module"]):

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import errno
 import math
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from rill.telemetry import jsonl
 from rill.telemetry.jsonl import LineFile, encode_line, encode_number, read_lines
 
 
@@ -47,3 +51,29 @@ def test_numbers_json_has_no_word_for_read_back() -> None:
     assert float(encode_number(math.inf)) == math.inf
     assert float(encode_number(-math.inf)) == -math.inf
     assert encode_number(0.25) == 0.25
+
+
+def test_a_full_disk_is_waited_for_and_costs_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, room = os.write, [4, 0, 3]
+
+    def until_full(fd: int, data: memoryview) -> int:
+        if not room:
+            return write(fd, data)
+        if left := room.pop(0):
+            return write(fd, data[:left])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", until_full)
+    monkeypatch.setattr(jsonl, "RETRY_S", 0.0)
+    path = tmp_path / "log.jsonl"
+    file = LineFile(path)
+    file.write(encode_line({"a": 1}))
+    file.write(encode_line({"a": 2}))
+    file.close()
+    assert path.read_bytes() == b'{"a":1}\n{"a":2}\n'
+    impatient = LineFile(path, 0.0)
+    room += [4, 0]
+    with pytest.raises(OSError, match="No space left"):
+        impatient.write(encode_line({"a": 3}))
+    impatient.close()
+    assert path.read_bytes() == b'{"a":1}\n{"a":2}\n'

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from rill.config import load_recipe, resolve
-from rill.errors import CheckpointError, ConfigError, PlanError, WorkerError
+from rill.errors import CheckpointError, ConfigError, PlanError, RunError, WorkerError
 from rill.journal.checkpoints import RunCheckpoints
 from rill.models.loading import ModelConfig
 from rill.runtime.cluster import Cluster
@@ -34,6 +34,22 @@ def test_engines_that_run_ahead_may_not_share_devices_with_the_trainer(tmp_path:
         with pytest.raises(PlanError, match="place them apart"):
             Launcher(config, run, [], cluster)
     run.close()
+
+
+def test_what_is_lost_on_its_way_back_from_a_move_that_failed_hides_nobody_who_has_to_load() -> None:
+    """A trainer that was started again without its weights must not be trained on."""
+    tries = Mock(
+        side_effect=[None, RunError("the actor does not start there"), RunError("and an engine dies")]
+    )
+    session = SimpleNamespace(
+        groups=("rollout", "actor"),
+        devices={"rollout": frozenset({0}), "actor": frozenset({0})},
+        ids_of=lambda placement: frozenset({int(placement)}),
+        can_move=True,
+    )
+    launch = SimpleNamespace(session=session, config=SimpleNamespace(placement=None), _move=tries)
+    moved, error = Launcher.move(launch, {"rollout": "1", "actor": "2"})  # type: ignore[arg-type]
+    assert moved == ["rollout", "actor"] and "does not start there" in str(error)
 
 
 @pytest.mark.parametrize("recipe", ["demo", "ppo_arithmetic", "sft_arithmetic"])

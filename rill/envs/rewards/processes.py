@@ -6,6 +6,7 @@ and scores what it is sent; one that is late is killed with all that it started.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import resource
 import threading
@@ -60,10 +61,11 @@ class RewardProcesses:
                 return
 
     def _child(self) -> Child:
-        try:
-            return self._idle.get_nowait()
-        except queue.Empty:
-            child = Child(build, self._setup)
+        with contextlib.suppress(queue.Empty):
+            while (idle := self._idle.get_nowait()).is_gone:  # it costs nobody a score
+                idle.kill()
+            return idle
+        child = Child(build, self._setup)
         try:
             child.first()
         except ChildRaisedError as error:

@@ -88,6 +88,16 @@ def agent_ahead(modules: Sequence[str]) -> Iterator[None]:
             process.wait()
 
 
+def _agent() -> tuple[Connection[Any, Any], subprocess.Popen[bytes]]:
+    """The one that was started ahead, where it lives still."""
+    while _ahead:
+        control, process = _ahead.pop()
+        if process.poll() is None:
+            return control, process
+        control.close()
+    return _start_agent("main")
+
+
 class LocalNode:
     def __init__(
         self, node: Node, session: Session, events: NodeEvents, devices: Sequence[Device] = ()
@@ -99,8 +109,8 @@ class LocalNode:
         self._events = events
         self._lock = threading.Lock()
         self._closing = False
-        self._control, self._process = _ahead.pop() if _ahead else _start_agent("main")
-        self._control.send(AgentSpec(self.session_dir, self.shm_dir, list(sys.path), events.preload))
+        self._control, self._process = _agent()
+        self.request(AgentSpec(self.session_dir, self.shm_dir, list(sys.path), events.preload))
         self._reader = threading.Thread(target=self._read_events, name="rill-node-events", daemon=True)
         self._reader.start()
 
@@ -120,7 +130,7 @@ class LocalNode:
         self._reader.join(CLOSE_WAIT_S)
         self._control.close()
 
-    def request(self, what: Start | str | None) -> None:
+    def request(self, what: AgentSpec | Start | str | None) -> None:
         """None: end the session here."""
         with self._lock:
             try:

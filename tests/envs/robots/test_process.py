@@ -3,11 +3,14 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rill.envs.child import Child, ChildDiedError
 from rill.envs.robots.bank import Begin, Played
 from rill.envs.robots.process import PackedPlays, SimulatorLostError, SimulatorProcess
 from rill.errors import ConfigError
@@ -50,6 +53,20 @@ def test_a_killed_process_is_noticed_and_a_wrong_task_is_a_users_mistake() -> No
             simulators.play({0: np.zeros((1, 3), np.float32)})
     finally:
         simulators.close()
+
+
+def test_a_process_that_dies_in_the_middle_of_its_answer_is_noticed() -> None:
+    child = Child(half_an_answer, None)
+    with pytest.raises(ChildDiedError):
+        child.first()
+
+
+def half_an_answer(setup: None) -> Any:
+    """In the child."""
+    whole = pickle.dumps((np.zeros(100_000), None, False), pickle.HIGHEST_PROTOCOL)
+    with socket.socket(fileno=int(sys.argv[1])) as end:
+        end.sendall(whole[: len(whole) // 2])
+    os._exit(1)
 
 
 def test_a_simulator_that_cannot_be_opened_is_one_clear_error() -> None:
