@@ -104,11 +104,7 @@ class Child:
         self._socket.settimeout(max(left_s, 1e-3))
         try:
             value, raised, is_users = pickle.load(self._answers)
-        except (
-            OSError,
-            EOFError,
-            pickle.UnpicklingError,
-        ) as error:  # the last: it died in the middle of its answer
+        except (OSError, EOFError, pickle.UnpicklingError) as error:  # it may die in the middle of its answer
             raise self._lost(error, timeout_s) from error
         if raised is not None:
             raise ChildRaisedError(raised, is_users=is_users)

@@ -176,9 +176,8 @@ class Launcher:
                 self._move(name, placement[name])
             except RunError as error:  # this one is back already
                 for other in moved[:number]:
-                    with suppress(
-                        RunError
-                    ):  # one that dies on the way is found lost; what it had learnt is loaded
+                    # One that dies on its way back is found lost; those before it have to load what they had learnt.
+                    with suppress(RunError):
                         self._move(other, before[other])
                 return moved[: number + 1], error
         return moved, None
