@@ -28,7 +28,7 @@ from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
 from rill.workers.config import RolloutConfig, SyncConfig
 from rill.workflows import PRELOAD
-from rill.workflows.config import ClusterConfig, OnlineConfig
+from rill.workflows.config import ClusterConfig, FlowConfig, OnlineConfig
 from rill.workflows.controller import Controller
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.fleet import Fleet, soon
@@ -181,6 +181,11 @@ class Launcher:
                         self._move(other, before[other])
                 return moved[: number + 1], error
         return moved, None
+
+    def settle_on(self, placement: Mapping[str, str], flow: FlowConfig) -> None:
+        """What was changed while the run goes on is the next session's, too."""
+        places = self.config.placement.model_copy(update=dict(placement))
+        self.config = self.session.config.model_copy(update={"placement": places, "flow": flow})
 
     def ready(self) -> None:
         """Wait for everything that was started. An engine or environment worker that dies meanwhile is started again; a

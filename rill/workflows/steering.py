@@ -78,6 +78,7 @@ class Steering(NamedTuple):
             moved, error = self.launch.move(placement)
             if error is None:
                 self.launch.session.let_stay(staying)
+                self.launch.settle_on(placement, flow)
             if keeps_state:
                 folder, trained = self.run.checkpoints_dir / f"step-{self.loop.step:06d}", self.launch.trained
                 for loading in [trained[name].load(str(folder / name)) for name in moved if name in trained]:

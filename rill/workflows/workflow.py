@@ -64,9 +64,8 @@ class Workflow(ABC):
 
     def _is_done_on_a_cluster(self, pilot: Pilot | None) -> bool:
         """Sessions with the same engines. False: the next one needs a new cluster."""
-        config = self.config
-        with open_cluster(config.cluster, self.folder, self.preload) as cluster:
-            launch: Launcher | None = Launcher(config, self.folder, self.observers, cluster)
+        with open_cluster(self.config.cluster, self.folder, self.preload) as cluster:
+            launch: Launcher | None = Launcher(self.config, self.folder, self.observers, cluster)
             while launch is not None:
                 try:
                     self._train(launch, pilot)
@@ -77,6 +76,7 @@ class Workflow(ABC):
                         raise
                     self._restarts_left -= 1
                     self._tell_restart(lost, str(error).splitlines()[0])
+                    self.config = launch.config
                 launch = launch.again()
         return False
 

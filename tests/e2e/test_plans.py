@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,6 +285,34 @@ def test_groups_that_move_between_steps_take_the_same_steps(tmp_path: Path) -> N
     )
     moved = start(tmp_path, "moved", *two, pilot=Moving(resolved(RECIPE, two).flow))
     assert fingerprint(moved) == fingerprint(start(tmp_path, "stays", *two))
+
+
+class MovingOnce:
+    """A pilot that moves both groups to the other of two devices, and later kills the trainer there."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[dict[str, frozenset[int]], FlowConfig]] = []
+
+    def after_step(self, steering: Steering, report: Report) -> None:
+        session = steering.launch.session  # type: ignore[attr-defined]
+        if report.step == 0:
+            return
+        if not self.seen:
+            steering.switch({"rollout": "1", "actor": "1"}, FlowConfig(granularity=2), ())
+        self.seen.append((dict(session.devices), steering.loop.flow.config))  # type: ignore[attr-defined]
+        if len(self.seen) == 2:
+            os.kill(session.groups["actor"].addresses()[0].pid, signal.SIGKILL)
+
+
+def test_a_trainer_that_is_lost_after_a_switch_comes_back_where_it_was(tmp_path: Path) -> None:
+    pilot, phases = MovingOnce(), []
+    start(
+        tmp_path, "lost", "cluster.devices=2", "placement.rollout=0", "placement.actor=0", "loop.steps=3",
+        "eval.num_prompts=0", pilot=pilot, observers=[lambda report: phases.append(report.phase)],
+    )  # fmt: skip
+    assert "restart" in phases
+    for devices, flow in pilot.seen:
+        assert devices["actor"] == devices["rollout"] == {1} and flow.granularity == 2
 
 
 @pytest.mark.slow
