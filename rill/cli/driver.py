@@ -147,7 +147,6 @@ def _drive(
     checkpoints = whole_checkpoints(run)
     if checkpoints or has_something_to_keep(run):
         metrics.rewind(step_of(checkpoints[-1]) if checkpoints else BEFORE_ALL)
-    watch = GuardWatch(run.path, config.guards())
     progress = Progress(Screen())
     interrupts = Interrupts(progress, config.stop_grace_s)
 
@@ -166,13 +165,21 @@ def _drive(
     def machine() -> dict[str, float]:
         return guards.room_left(run.path, newest_size(run))
 
+    def tell(finding: Finding) -> None:
+        progress.note(f"guard: {finding}")
+        if finding.guard == FAILING_REWARDS and (error := latest_error(run)):
+            progress.note(f"  for example: {error}")
+
+    watch = GuardWatch(run.path, config.guards(), tell)
+
     def guard(report: StepReport) -> None:
-        if report.phase != "step":
-            return
-        for finding in watch.check(report.step, {**report.metrics, **machine()}, machine):
-            progress.note(f"guard: {finding}")
-            if finding.guard == FAILING_REWARDS and (error := latest_error(run)):
-                progress.note(f"  for example: {error}")
+        def look_again() -> dict[str, float]:
+            interrupts.observe(report)  # the step is whole: who wishes to stop need not wait for room
+            stall.observe(report)  # nobody is stuck
+            return machine()
+
+        if report.phase == "step":
+            watch.check(report.step, {**report.metrics, **machine()}, look_again)
 
     stall = StallWatch(progress.note)
 

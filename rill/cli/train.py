@@ -79,6 +79,8 @@ def train(
         if plan:
             raise UserError("--plan is for a new run: a resumed one goes on with the plan that it has")
         run = Run.open(resume, root=root)
+        if recipe and "=" not in recipe:
+            raise UserError(f"--resume {resume} goes on with that run's own recipe: leave {recipe!r} out")
         # with --resume there is no recipe, so the first word is a change
         changes = [*([recipe] if recipe else []), *changes]
         if run.state().status is RunStatus.FINISHED and not changes:
@@ -168,5 +170,11 @@ def _require_linux() -> None:
 
 
 def _begun(folder: Path) -> str:
-    """The run at this very place; empty where there is none."""
-    return str(folder) if (folder / "status.json").is_file() else ""
+    """The run at this very place; empty where one can begin."""
+    if (folder / "status.json").is_file():
+        return str(folder)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(
+            f"{folder} is there and is no run: each start would make another beside it: move it, or give another --name"
+        )
+    return ""

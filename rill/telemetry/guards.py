@@ -343,7 +343,11 @@ def room_left(run_dir: Path, checkpoint_bytes: int) -> dict[str, float]:
 class GuardWatch:
     """Runs guards over the steps of a run. One per run, in the driver."""
 
-    def __init__(self, run_dir: Path, guards: Sequence[Guard]) -> None:
+    def __init__(
+        self, run_dir: Path, guards: Sequence[Guard], tell: Callable[[Finding], None] = lambda finding: None
+    ) -> None:
+        """`tell` gets each finding when it is found, before a run waits for one; not the error that ends a run."""
+        self._tell = tell
         self._guards = list(guards)
         self._history: dict[str, deque[float]] = {}
         self._off_for = {guard.name: 0 for guard in guards}
@@ -369,9 +373,11 @@ class GuardWatch:
             _log.warning("%s", finding)
         findings = [finding for _, finding in found]
         self.findings += findings
-        for guard, finding in found:
+        for finding in findings:
             if finding.action is Action.STOP:
                 raise GuardError(str(finding))
+            self._tell(finding)
+        for guard, finding in found:
             if finding.action is Action.PAUSE and look_again is not None:
                 self._pause(guard, finding, look_again)
         return findings

@@ -30,7 +30,7 @@ class RecipeConfig(Config):
     """What every recipe has, whatever its workflow."""
 
     workflow: str
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
     """Decides the order of the data, sampling and fresh weights; the same seed and plan give the same run."""
     sinks: tuple[Annotated[PartConfig, OneOf(SINKS)], ...] = ()
     """Trackers that get the metrics too, e.g. [{ type = "tensorboard" }]. Empty: the run folder only."""

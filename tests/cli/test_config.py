@@ -59,6 +59,7 @@ def test_keys_explains_what_can_be_set() -> None:
     ("change", "said"),
     [
         ("seed=-1", "error: command line: seed = -1: expected greater than or equal to 0\n"),
+        (f"seed={1 << 63}", "expected less than 9223372036854775808\n"),
         ("model.shap=x", "error: command line: model.shap = \"x\": unknown key (did you mean 'shape'?)\n"),
         ("rollout.sampling.temperature=-1", "temperature = -1: expected greater than or equal to 0\n"),
         ("rollout.sampling.temperature=0", "set it above 0"),

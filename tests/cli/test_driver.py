@@ -292,6 +292,32 @@ def test_the_summary_of_a_resumed_run_is_of_the_whole_run(
     assert "loss" not in said, "a warm-up's figures say nothing once RL has begun"
 
 
+def test_a_run_that_waits_for_room_says_so_before_it_waits_and_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    moved: list[int] = []
+
+    def room_left(*_: object) -> dict[str, float]:
+        said.append(capsys.readouterr().out)
+        if len(said) == 3:  # steps 1 and 2, and the first look while it waits
+            ctrl_c()
+        return {"disk/checkpoints_left": 9.0 if len(said) == 1 else 0.5, "memory/available": 0.5}
+
+    def story(run: Run, tell: Observer) -> None:
+        tell(step(1))
+        tell(step(2))
+
+    monkeypatch.setattr("rill.telemetry.guards.room_left", room_left)
+    monkeypatch.setattr("rill.telemetry.guards.PAUSE_POLL_S", 0.01)
+    monkeypatch.setattr("rill.telemetry.guards.PAUSE_S", 2.0)
+    monkeypatch.setattr("rill.cli.driver.StallWatch.observe", lambda self, report: moved.append(report.step))
+    with pytest.raises(KeyboardInterrupt):
+        carried_out(monkeypatch, tmp_path, story)
+    assert "The run waits until there is room" in said[2]
+    assert moved == [1, 2, 2], "nobody is said to be stuck"
+
+
 def test_a_step_that_does_not_end_in_its_grace_is_given_up() -> None:
     interrupts = Interrupts(Progress(Console(file=io.StringIO())), grace_s=0.05)
     with interrupts.listening():

@@ -117,9 +117,25 @@ class Endless(Environment):
         return 0.0
 
 
-def test_an_environment_that_takes_its_time_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+class Insistent(Environment):
+    """Asks until it hears what it will not hear."""
+
+    class Config(Environment.Config):
+        pass
+
+    async def run(self, task: Prompt, agents: Agents) -> float:
+        for _ in range(2000):
+            if (await agents.policy.generate(task)).text == "done":
+                break
+        return 0.0
+
+
+@pytest.mark.parametrize("environment", ["Endless", "Insistent"])
+def test_an_environment_that_takes_its_time_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, environment: str
+) -> None:
     monkeypatch.setattr("rill.cli.preflight.TRY_S", 0.05)
-    [note] = preflight(tiny("rollout.env.type=tests.cli.test_preflight:Endless"))
+    [note] = preflight(tiny(f"rollout.env.type=tests.cli.test_preflight:{environment}"))
     assert "not finished after 0.05 s" in note
 
 

@@ -51,6 +51,25 @@ def test_resuming_automatically_needs_to_know_what(driven: list[tuple[str, bool]
     assert "needs the recipe" in train("--resume", "auto", exit_code=2)
 
 
+def test_resuming_automatically_does_not_begin_anew_beside_what_is_no_run(
+    driven: list[tuple[str, bool]],
+) -> None:
+    Path("runs/job").mkdir(parents=True)
+    command = (TINY, "--name", "job", "--resume", "auto")
+    Path("runs/job/slurm.log").touch()
+    assert "runs/job is there and is no run" in train(*command, exit_code=2)
+    Path("runs/job/slurm.log").unlink()
+    train(*command)
+    assert driven == [("job", False)]
+
+
+def test_a_recipe_beside_a_run_to_resume_is_said_to_be_one_too_many(driven: list[tuple[str, bool]]) -> None:
+    train(TINY, "--name", "job")
+    assert "leave 'demo' out" in train("demo", "--resume", "job", exit_code=2)
+    train("loop.steps=9", "--resume", "job")
+    assert driven == [("job", False), ("job", True)]
+
+
 def test_a_mistake_leaves_no_folder_behind(driven: list[tuple[str, bool]]) -> None:
     said = train(TINY, "data.type=jsonl", "data.path=nowhere.jsonl", exit_code=2)
     assert "there is no file 'nowhere.jsonl'" in said
