@@ -13,7 +13,7 @@ from rill.cli.arguments import RUNS, AsJson, Model, Root, to_write
 from rill.cli.console import say, say_json, say_table, waiting
 from rill.config.files import with_overrides
 from rill.config.resolve import resolve
-from rill.errors import UserError
+from rill.errors import RunError, UserError
 from rill.models.card import FILE as CARD_FILE
 from rill.models.card import TrainingCard, read_card
 from rill.telemetry.run import Run
@@ -80,15 +80,18 @@ def evaluate(
     path = out or own
     if path is not None:
         save(path, model=model, metrics=metrics, config=config.model_dump(mode="json"), answers=answers)
+    errors = [answer.error for answer in answers if answer.error]
     if as_json:
         say_json(metrics)
-        return
-    for chosen in config.all_sets():
-        what = f"{chosen.data.type}, {chosen.samples} sample(s) at temperature {chosen.temperature:g}"
-        _show(chosen.name, metrics, what)
-    if error := next((answer.error for answer in answers if answer.error), None):
-        say(f"for example: {error}")
-    say(f"answers in {path}" if path is not None else "answers are not kept: -o FILE keeps them")
+    else:
+        for chosen in config.all_sets():
+            what = f"{chosen.data.type}, {chosen.samples} sample(s) at temperature {chosen.temperature:g}"
+            _show(chosen.name, metrics, what)
+        if errors:
+            say(f"for example: {errors[0]}")
+        say(f"answers in {path}" if path is not None else "answers are not kept: -o FILE keeps them")
+    if errors and len(errors) == len(answers):
+        raise RunError(f"every episode failed, so nothing was measured; the first: {errors[0]}")
 
 
 def _place(name: str) -> str:

@@ -118,20 +118,26 @@ def test_a_models_folder_answers_in_chat_and_travels_over_the_hub(
         assert read_card(hub.repo("models", "me/sums")) == BARE
 
 
+def fails(*_: object) -> float:
+    raise ValueError("no reward today")
+
+
 def test_an_evaluation_asks_as_training_did(model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1+1=", "answer": "2"}\n')
-    result = CliRunner().invoke(
-        app,
-        ["eval", str(model), "--task", "jsonl", f"data.path={rows}", "engine.num_kv_blocks=16", "num_prompts=1",
-         "sampling.max_new_tokens=3", "-o", str(tmp_path / "answers.jsonl")],
-    )  # fmt: skip
+    asked = ["eval", str(model), "--task", "jsonl", f"data.path={rows}", "engine.num_kv_blocks=16", "num_prompts=1",
+             "sampling.max_new_tokens=3", "-o", str(tmp_path / "answers.jsonl")]  # fmt: skip
+    result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
     assert "held_out: jsonl, 1 sample(s) at temperature 0, 1 prompts" in result.stdout
     kept = load(tmp_path / "answers.jsonl")
     [answer] = kept.answers
     assert (answer.prompt, answer.expected, kept.config["data"]["form"]) == ("1+1=", "2", "bare")
     assert answer.num_tokens >= 1
+    result = CliRunner().invoke(
+        app, [*asked, "env.reward.type=function", f"env.reward.function={__name__}:fails"]
+    )
+    assert result.exit_code == 1 and "every episode failed" in result.stderr, "nothing was measured"
 
 
 def test_an_evaluation_of_an_agent_tells_what_it_took_and_its_transcripts_are_in_the_viewer(
