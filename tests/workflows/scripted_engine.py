@@ -97,8 +97,8 @@ class ScriptedEngine:
         """Seconds per token."""
         max_delay_ticks: int = 20
         """Requests wait up to this long before their first token, so that they finish in any order."""
-        stands_from: str = "h"
-        """Answers of the group of this name and later ones wait for their last token for ever."""
+        stands_from: str = "~"
+        """Answers of the group of this name and later ones wait for their last token for ever. ~: none."""
         fault: Literal["", "ignores updates", "stale cache", "hangs once"] = ""
         fault_from: int = 1 << 30
         """The version from which the fault shows."""

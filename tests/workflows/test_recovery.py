@@ -38,8 +38,11 @@ def kill_at_step(
     step: int,
     group: WorkerGroup[Any] | None = None,
     number: int = signal.SIGKILL,
+    *,
+    has_ended: bool = False,
 ) -> threading.Thread:
-    """Kill an engine, or a rank of `group`, while the batch of `step` is being made: once a token of it is logged."""
+    """Kill an engine, or a rank of `group`, while the batch of `step` is being made: once a token of it is logged.
+    `has_ended`: and an answer of this engine has ended."""
 
     def work() -> None:
         pid = (group or scene.rollout).addresses()[rank].pid
@@ -48,7 +51,10 @@ def kill_at_step(
         while (counts := scene.counts())["version"] < step or not counts["running"]:
             time.sleep(0.005)
         deadline_s = time.monotonic() + DEADLINE_S
-        while not is_speaking(scene, of_engine, asker) and time.monotonic() < deadline_s:
+        record = scene.records / f"engine-{pid}.jsonl"
+        while time.monotonic() < deadline_s:
+            if is_speaking(scene, of_engine, asker) and (not has_ended or record.stat().st_size):
+                break
             time.sleep(0.002)
         os.kill(pid, number)
 
@@ -144,7 +150,7 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
         order="admission",
         engine=SLOW,
     )
-    killing = kill_at_step(scene, 1, 2)
+    killing = kill_at_step(scene, 1, 2, has_ended=True)
     scene.run()
     killing.join()
     check_conserved(scene)
