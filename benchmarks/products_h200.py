@@ -14,9 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from inference_h200 import NUM_PARAMETERS, ceiling_of_products, report
-
-HEAD = ("head", 151936, 1536)
+from inference_h200 import NUM_PARAMETERS, SHAPE, ceiling_of_products, report
 
 
 def all_products() -> None:
@@ -24,18 +22,21 @@ def all_products() -> None:
     torch.manual_seed(0)
     least: dict[str, float] = {}
     for name, num_out, num_in in (
-        ("qkv", 2048, 1536), ("out", 1536, 1536), ("gate_up", 17920, 1536), ("down", 1536, 8960), HEAD,
+        ("qkv", 2048, 1536), ("out", 1536, 1536), ("gate_up", 17920, 1536), ("down", 1536, 8960),
+        ("head", 151936, 1536),
     ):  # fmt: skip
         count = max(3, min(24, 240_000_000 // (2 * num_out * num_in)))
         weights = [torch.randn(num_out, num_in, device="cuda").mul_(0.02).bfloat16() for _ in range(count)]
-        for rows in (16, 64, 256, 4096) if name != "head" else (256,):
+        is_head = name == "head"  # the library's, in bf16
+        for rows in (256,) if is_head else (16, 64, 256, 4096):
             products = Products(weights, rows, is_gated=name == "gate_up")
-            variants = products.variants() if name != "head" else {"bf16": products.bf16}
+            variants = {"bf16": products.bf16} if is_head else products.variants()
             figures = measure_products(name, rows, products.wanted(), variants, count)
             if rows == 256:
                 least[name] = least_of(figures)
     least["attention"] = attention()
-    step_us = least["head"] + 28 * sum(us for name, us in least.items() if name != "head")
+    layer_us = sum(us for name, us in least.items() if name != "head")
+    step_us = least["head"] + SHAPE["num_hidden_layers"] * layer_us
     rate = ceiling_of_products()
     seconds = 2 * NUM_PARAMETERS * 256 * 128 / (rate * 1e12) + 256 * step_us / 1e6
     report(
@@ -66,6 +67,9 @@ def attention() -> float:
     query = torch.randn(rows, 16 * 128, device="cuda").bfloat16()
     size = (layers, 2, rows * blocks + 1, 16, 2, 128)
     cache = torch.randn(size, device="cuda").bfloat16()
+    attend = DecodeAttention(
+        num_heads=12, num_kv_heads=2, head_dim=128, max_rows=rows, device=torch.device("cuda", 0)
+    )
 
     def run(i: int, *, held: torch.Tensor, uses_copies: bool) -> torch.Tensor:
         attend.uses_copies = uses_copies
@@ -73,9 +77,6 @@ def attention() -> float:
         attend(query, LayerCache(*held[i]), tables, work, out, ScoreRule(128**-0.5))
         return out.view(rows, -1)
 
-    attend = DecodeAttention(
-        num_heads=12, num_kv_heads=2, head_dim=128, max_rows=rows, device=torch.device("cuda", 0)
-    )
     wanted = run(0, held=cache, uses_copies=False).float()
     variants = {
         "bf16, Triton": functools.partial(run, held=cache, uses_copies=False),

@@ -32,6 +32,7 @@ from rill.config import Config
 from rill.errors import JournalError
 from rill.journal import records
 from rill.journal.records import Event, Experts, Finished, Opened, Said
+from rill.telemetry.jsonl import FULL_TIMEOUT_S, RETRY_S
 from rill.types import Floats, Ints, Picture, TokenIds
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,6 @@ log = logging.getLogger(__name__)
 FOLDER, SUFFIX = "journal", ".log"
 PICTURES = "pictures"
 """The event that a sequence begins with whose prompt shows some: [start, tokens, hash] each."""
-FULL_TIMEOUT_S = 600.0
-RETRY_S = 1.0
 WRITER_SHARE = 0.25
 """Of `delay_s`, in which the writer waits for more; for the rest sequences collect their tokens."""
 SPREAD = 0.25

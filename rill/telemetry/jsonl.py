@@ -21,6 +21,7 @@ import msgspec
 R = TypeVar("R")
 
 FULL_TIMEOUT_S = 600.0
+"""How long a full disk is waited for, by these files and by the token log."""
 RETRY_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,6 @@ class LineFile:
     returns."""
 
     def __init__(self, path: Path, full_timeout_s: float = FULL_TIMEOUT_S) -> None:
-        """`full_timeout_s`: how long a full disk is waited for."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._full_timeout_s = full_timeout_s
