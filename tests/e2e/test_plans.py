@@ -9,6 +9,7 @@ import signal
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ from rill.planning.recipe import (
     devices_of,
     identity_of,
     leave_in,
+    placement_of,
     problem_of,
     put_into,
     values_of,
@@ -37,6 +39,7 @@ from rill.planning.search import Mode, search
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
 from rill.workflows.config import FlowConfig
+from rill.workflows.launch import Launcher
 from rill.workflows.loop import StepReport
 from rill.workflows.rl_config import RLConfig
 from tests.e2e.test_sft import assert_near
@@ -192,6 +195,21 @@ def test_a_run_whose_plan_or_profile_is_of_another_shape_goes_on_without_replann
     (run.path / file).write_text("shape = 'another'\n")
     assert Replanner.of(followed, run, devices_of(followed)) is None
     assert "the run does not replan: cannot read the" in caplog.text
+
+
+def test_a_session_after_a_switch_replans_on(tmp_path: Path) -> None:
+    """Its recipe places groups where the plan in the run's folder has them by then."""
+    config = resolved(RECIPE, THREE)
+    known = profile(config, {"rollout": 1.0, "reference": 0.1, "actor": 0.5})
+    problem = problem_of(config, {}, known, devices_of(config))
+    found = search(problem)
+    plan = Plan.of(problem, found)
+    run = Run.create("switched", root=tmp_path)
+    leave_in(run.path, plan, problem=problem, found=found, profile=known)
+    assert Replanner.of(config, run, devices_of(config)) is None, "groups are elsewhere"
+    launch = SimpleNamespace(config=config, session=SimpleNamespace(config=config))
+    Launcher.settle_on(launch, placement_of(plan), config.flow)  # type: ignore[arg-type]
+    assert Replanner.of(launch.config, run, devices_of(config)) is not None
 
 
 # --- whole runs -------------------------------------------------------------------------------------------
