@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -40,13 +41,13 @@ def report(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def make_model() -> Any:
+def make_model(shape: dict[str, Any] = SHAPE) -> Any:
     """Drawn on the GPU: drawing 1.5 billion numbers on the host takes half a minute."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device("cuda"):
-        config = load_model_config(ModelConfig(shape=SHAPE))
+        config = load_model_config(ModelConfig(shape=shape))
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -481,45 +482,83 @@ def speculation() -> None:
             parameter.data.mul_(2.0**-10)
         elif name == "model.norm.weight":
             parameter.data.mul_(0.2)  # logits of 6 for the last token and 0.15 for others
-    options: dict[str, Any] = {"max_num_seqs": 64, "kv_memory_fraction": 0.2}
-    engines = {
-        "plain": make_engine(model, **options),
-        "drafting": make_engine(model, num_speculative_tokens=15, **options),
-    }
-    drafting = engines["drafting"]
+    plain, drafting = (
+        make_engine(model, max_num_seqs=64, kv_memory_fraction=0.2, num_speculative_tokens=count)
+        for count in (0, 15)
+    )
     for count in (1, 16):
         for temperature in (0.0, 0.5, 1.0):
-            rates = {"plain": 0.0, "drafting": 0.0}
-            for attempt in range(3):  # the first captures graphs
-                before = drafting.stats()
-                for name, engine in engines.items():
-                    prompts = random_prompts(count, 128, 500 + attempt)
-                    tag = f"{name}-{count}-{temperature}-{attempt}"
-                    seconds, tokens = timed(
-                        engine, requests(prompts, [256] * count, tag, temperature=temperature)
-                    )
-                    if attempt:
-                        rates[name] = max(rates[name], tokens / seconds)
-            after = drafting.stats()
-            num_drafted = after.num_draft_tokens - before.num_draft_tokens
-            num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
-            report(
-                result=f"drafts, {count} sequences at temperature {temperature}",
-                tokens_per_s=round(rates["drafting"]),
-                without=round(rates["plain"]),
-                ratio=round(rates["drafting"] / rates["plain"], 3),
-                drafted_of_tokens=round(num_drafted / (256 * count), 3),
-                accepted_of_drafted=round(num_accepted / max(1, num_drafted), 3),
+            by_turns("drafts", plain, drafting, count, temperature)
+    plain.close()
+    drafting.close()
+
+
+def by_turns(what: str, plain: NativeEngine, drafting: NativeEngine, count: int, temperature: float) -> None:
+    rates = {"plain": 0.0, "drafting": 0.0}
+    for attempt in range(3):  # the first captures graphs
+        before = drafting.stats()
+        for name, engine in (("plain", plain), ("drafting", drafting)):
+            prompts = random_prompts(count, 128, 500 + attempt)
+            tag = f"{name}-{count}-{temperature}-{attempt}"
+            seconds, tokens = timed(engine, requests(prompts, [256] * count, tag, temperature=temperature))
+            if attempt:
+                rates[name] = max(rates[name], tokens / seconds)
+    after = drafting.stats()
+    num_drafted = after.num_draft_tokens - before.num_draft_tokens
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    report(
+        result=f"{what}, {count} sequences at temperature {temperature}",
+        tokens_per_s=round(rates["drafting"]),
+        without=round(rates["plain"]),
+        ratio=round(rates["drafting"] / rates["plain"], 3),
+        drafted_of_tokens=round(num_drafted / (256 * count), 3),
+        accepted_of_drafted=round(num_accepted / max(1, num_drafted), 3),
+    )
+
+
+def draft_model() -> None:
+    """Drafts of a second model: the first four layers of the model itself, beside whose others' part is made small, so
+    that the two think alike; the smaller it is, the more. Logits are spread as wide as those of trained models. All the
+    work is done as ever. How often a real model's drafts come true, random weights do not say."""
+    from transformers import AutoModelForCausalLM
+
+    shape_7b = SHAPE | {
+        "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944,
+    }  # fmt: skip
+    num_layers = 4
+    for size, shape, parts in (
+        ("1.5B", SHAPE, 2.0**-12), ("1.5B", SHAPE, 2.0**-6), ("7B", shape_7b, 2.0**-12), ("7B", shape_7b, 2.0**-6)
+    ):  # fmt: skip
+        model = make_model(shape)
+        for name, parameter in model.named_parameters():
+            if name == "model.norm.weight":
+                parameter.data.mul_(400 / shape["hidden_size"] ** 0.5)
+            elif (
+                name.endswith(("o_proj.weight", "down_proj.weight")) and int(name.split(".")[2]) >= num_layers
+            ):
+                parameter.data.mul_(parts)
+        with torch.device("cuda"):
+            config = load_model_config(ModelConfig(shape=shape | {"num_hidden_layers": num_layers}))
+            small = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        small.load_state_dict(model.state_dict(), strict=False)
+        small.tie_weights()
+        with tempfile.TemporaryDirectory() as folder:
+            small.save_pretrained(folder)
+            plain, drafting = (
+                make_engine(model, max_num_seqs=64, kv_memory_fraction=0.2, **options)
+                for options in ({}, {"num_speculative_tokens": 8, "draft_model": ModelConfig(path=folder)})
             )
-    for engine in engines.values():
-        engine.close()
+        for count in (1, 4, 16):
+            by_turns(f"{size}, draft model, others' part x {parts}", plain, drafting, count, 1.0)
+        plain.close()
+        drafting.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--only",
-        default="ceilings,fixed,profile,few,wide,tail,narrow,groups,cascade,update,memory,growth,invariant,speculation,fp8",
+        default="ceilings,fixed,profile,few,wide,tail,narrow,groups,cascade,update,memory,growth,invariant,speculation,draft_model,fp8",
     )
     parser.add_argument("--steps", type=int, default=4, help="num_scheduler_steps: 1 is a step to a turn")
     arguments = parser.parse_args()
@@ -529,7 +568,7 @@ def main() -> None:
         return
     report(device=torch.cuda.get_device_name(), torch=torch.__version__)
     torch.backends.cuda.matmul.allow_tf32 = True
-    alone = {"ceilings": ceilings, "fp8": fp8, "speculation": speculation}
+    alone = {"ceilings": ceilings, "fp8": fp8, "speculation": speculation, "draft_model": draft_model}
     for name in [n for n in wanted if n in alone]:  # with engines of their own, or none
         run_part(name, alone[name])
     wanted = [n for n in wanted if n not in alone]

@@ -69,6 +69,43 @@ def test_samples_of_one_long_prompt_are_answered_as_if_each_were_read_alone() ->
         engine.close()
 
 
+def test_drafts_of_a_second_model_change_no_token_also_after_a_release() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = ModelConfig(shape=SHAPES["qwen2"] | {"max_position_embeddings": 1024})
+    plain, drafting = (
+        NativeEngine(
+            NativeEngine.Config(
+                model=model, device="cuda", dtype="float32", num_kv_blocks=1000, max_num_seqs=64,
+                max_batched_tokens=1024, **options,
+            )
+        )
+        for options in ({}, {"draft_model": model, "num_speculative_tokens": 6})
+    )  # fmt: skip
+    drafts: Any = drafting._core._draft_model
+    drafts.cost, drafts.round_cost = 0.1, 0.0
+    drafting._core._speculator.pace = None  # type: ignore[union-attr]  # tiny models are faster without
+    inputs = [*prompts((600,)) * 3, *prompts((40, 7, 1, 300))]
+    asked = [
+        request(i, p, max_new_tokens=80, temperature=0.0 if i % 2 else 1.0, top_p=0.9, seed=i)
+        for i, p in enumerate(inputs)
+    ]
+    try:
+        expected = plain.generate(asked, timeout_s=110)
+        for level in (MemoryLevel.KV, MemoryLevel.GRAPHS, None):
+            found = drafting.generate(asked, timeout_s=110)
+            for one, other in zip(found, expected, strict=True):
+                assert one.token_ids.tolist() == other.token_ids.tolist()
+                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+            if level is not None:
+                drafting.release(level)
+                drafting.restore()
+        stats = drafting.stats()
+        assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens > 500
+    finally:
+        plain.close()
+        drafting.close()
+
+
 def test_prompts_beside_generation_are_answered_from_graphs_as_without() -> None:
     """Long and short ones, samples of one prompt, a prompt that goes on from another's last token in the same step, and
     texts to be scored."""

@@ -135,7 +135,7 @@ class BatchBuilder:
         """Sequences with one token come first; the order is otherwise the scheduler's."""
         decodes, chunks = work.decodes, sorted(work.chunks, key=lambda chunk: chunk.length > 1)
         for chunk in chunks:
-            self._seat(chunk.seq)
+            self.seat(chunk.seq)
         seqs = decodes + [c.seq for c in chunks]
         slots_B = np.array([seq.slot for seq in seqs], dtype=np.int32)
         ends_B = np.array([seq.num_computed for seq in seqs], dtype=np.int64)
@@ -220,7 +220,7 @@ class BatchBuilder:
         """All block tables are void: the cache has been given back."""
         self._seated = [None] * len(self._seated)
 
-    def _seat(self, seq: Sequence) -> None:
+    def seat(self, seq: Sequence) -> None:
         """Whatever of a sequence's row is not there yet: all of it where the sequence is new in its slot, or back in it
         after a preemption, with other blocks."""
         slot, params = seq.slot, seq.request.sampling

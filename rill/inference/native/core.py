@@ -26,6 +26,7 @@ from rill.errors import EngineError, WeightSyncError
 from rill.inference.base import Delta, EngineStats, MemoryLevel, NamedTensors, PauseMode
 from rill.inference.native.batch import BatchBuilder, StepBatch
 from rill.inference.native.block_manager import BlockManager
+from rill.inference.native.draft_model import DraftModel
 from rill.inference.native.model_runner import ModelRunner, PendingTurn, TurnResult
 from rill.inference.native.scheduler import Chunk, NeedsResults, Scheduler, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence
@@ -50,11 +51,18 @@ News = tuple[Sequence, StopReason | None]
 
 class EngineCore:
     def __init__(
-        self, runner: ModelRunner, config: NativeEngine.Config, num_blocks: int, max_context: int
+        self,
+        runner: ModelRunner,
+        config: NativeEngine.Config,
+        num_blocks: int,
+        max_context: int,
+        draft_model: DraftModel | None = None,
     ) -> None:
         max_num_seqs, max_batched_tokens = runner.max_num_seqs, config.max_batched_tokens
         blocks = BlockManager(num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache)
         self.runner = runner
+        self._draft_model = draft_model
+        self._runners = [runner] if draft_model is None else [runner, draft_model.runner]
         self.outlet = Outlet()
         self.version = PolicyVersion(0)
         self.live: dict[str, Sequence] = {}
@@ -62,7 +70,8 @@ class EngineCore:
         # A turn takes at most one block of each.
         num_drafted = min(config.num_speculative_tokens, blocks.block_size - 1)
         num_rows = min(runner.num_verified_rows, max_num_seqs, max_batched_tokens)
-        self._speculator = Speculator(num_drafted, num_rows) if num_drafted else None
+        self._num_drafting = num_rows // 2
+        self._speculator = Speculator(num_drafted, num_rows, draft_model) if num_drafted else None
         self.scheduler = Scheduler(
             blocks,
             max_num_seqs=max_num_seqs,
@@ -107,6 +116,14 @@ class EngineCore:
         released = f", memory released ({self.released})" if self.released else ""
         return f"{len(scheduler.running)} running, {scheduler.num_waiting} waiting{paused}{released}"
 
+    def prepare(self) -> None:
+        """Before the first step."""
+        self.runner.prepare()
+        if self._draft_model is not None:
+            drafting = self._draft_model.runner
+            with drafting.active():
+                drafting.prepare(self._num_drafting)
+
     def add(self, sequences: Iterable[Sequence]) -> None:
         for seq in sequences:
             self.live[seq.id] = seq
@@ -145,6 +162,8 @@ class EngineCore:
     def _launch(self, work: Work) -> Launched | None:
         if not work:
             return None
+        if work.drafts and self._speculator is not None:
+            self._speculator.complete(work.decodes, work.drafts)
         self.builder.has_adapters = self.runner.adapters.num_changes > 0
         steps = self.builder.build(work)
         self._num_steps += len(steps)
@@ -168,8 +187,13 @@ class EngineCore:
         for waiter in self._drained:
             waiter.set_exception(failure or EngineError("the engine closed before its last request ended"))
         self._drained.clear()
-        self.runner.free_cache()
-        self.runner.free_graphs()
+        for runner in self._runners:
+            runner.free_cache()
+            runner.free_graphs()
+
+    def leave_thread(self) -> None:
+        for runner in self._runners:
+            runner.leave_thread()
 
     def stats(self) -> EngineStats:
         """Any thread: each number is right, though not all of one instant."""
@@ -222,20 +246,24 @@ class EngineCore:
             )
         self._preempt(scheduler.running)
         scheduler.blocks.flush()
-        self.runner.free_cache()
-        if level is not MemoryLevel.KV and not self._are_weights_out:
-            self.runner.offload_weights()
-        if level is MemoryLevel.GRAPHS:
-            self.runner.free_graphs()
+        for runner in self._runners:
+            runner.free_cache()
+            if level is not MemoryLevel.KV and not self._are_weights_out:
+                runner.offload_weights()
+            if level is MemoryLevel.GRAPHS:
+                runner.free_graphs()
         self.released = further(level, self.released)
 
     def restore(self) -> None:
         if self.released is None:
             return
-        if self._are_weights_out:
-            self.runner.reload_weights()
-        self.runner.allocate_cache(self.scheduler.blocks.num_blocks)
+        for runner in self._runners:
+            if self._are_weights_out:
+                runner.reload_weights()
+            runner.allocate_cache(self.scheduler.blocks.num_blocks)
         self.builder.forget()
+        if self._draft_model is not None:
+            self._draft_model.forget()
         self.released = None
 
     def update(
@@ -307,6 +335,12 @@ class EngineCore:
             numbers = zip(result.tokens_KS.T.tolist(), result.logprobs_KS.T.tolist(), strict=True)
             taken = [(t[:count], p[:count], count) for (t, p), count in zip(numbers, counts, strict=True)]
         self._append(work.decodes if work.drafts else first.sampled, taken, result)
+        if self._speculator is not None and (pace := self._speculator.pace) is not None:
+            if work.chunks:
+                pace.pause()
+            else:
+                num_tokens = sum(len(tokens) for tokens, *_ in taken)
+                pace.note(len(taken), num_tokens, time.monotonic(), is_drafted=bool(work.drafts))
         for (chunk, _), values in zip(first.scored, result.scores, strict=True):
             self._keep_scores(chunk, values)
         return True

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -79,6 +80,8 @@ class CudaRunner(ModelRunner):
     usual_num_slots = 512
     """A step of twice the sequences takes much less than twice the time, so a long tail of lengths ends sooner."""
     num_verified_rows = 64
+    layer_bytes = 64 << 20
+    round_bytes = 4 << 30
 
     def __init__(self, loaded: LoadedModel, config: NativeEngine.Config) -> None:
         super().__init__(loaded, config)
@@ -164,13 +167,17 @@ class CudaRunner(ModelRunner):
         torch.cuda.synchronize(self.device)
         torch.cuda.set_stream(self._stream)
 
+    def active(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return context
+
     @torch.inference_mode()
-    def prepare(self) -> None:
+    def prepare(self, max_rows: int | None = None) -> None:
         """Graphs are captured before the first request."""
         if self.uses_graphs:
             self._one_launch, self._wide = self._find_one_launch(), self._find_wide()
             try:
-                self._graphs.capture_all()
+                self._graphs.capture_all(max_rows or self.max_num_seqs)
                 self._prompts.capture_all()
             except RuntimeError as error:
                 if self.decoder is not None and self.decoder.structure.is_dense:

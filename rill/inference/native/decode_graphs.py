@@ -142,9 +142,9 @@ class DecodeGraphs:
         num_entries = 8 * max(num_groups * MAX_OWN_PIECES, MIN_SHARED_ENTRIES)
         return aligned(num_groups * GROUP_ROWS) + num_entries * WORDS
 
-    def capture_all(self) -> None:
+    def capture_all(self, max_rows: int) -> None:
         """One for every size, with the list that most batches need; largest first, so that others reuse its memory."""
-        for size in reversed(self._sizes):
+        for size in reversed(self._sizes[: bisect.bisect_left(self._sizes, max_rows) + 1]):
             is_cut = size < self._num_entries
             key = GraphKey(size, self._least_entries(size), is_cut, has_adapters=False)
             self._graphs[key] = self._capture(key)

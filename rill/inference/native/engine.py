@@ -44,6 +44,7 @@ from rill.inference.commands import CONTROL_TIMEOUT_S, MOVE_TIMEOUT_S, CommandQu
 from rill.inference.native.adapters import read_adapter
 from rill.inference.native.admission import Admission
 from rill.inference.native.core import EngineCore
+from rill.inference.native.draft_model import DraftModel
 from rill.inference.native.followers import lead
 from rill.inference.native.model_runner import ModelRunner
 from rill.inference.native.runners import build_runner
@@ -112,10 +113,19 @@ class NativeEngine:
         num_speculative_tokens: int = Field(default=0, ge=0, le=31)
         """Tokens of the longest draft, looked up in the sequence's own text and in other answers to its prompt, that
         one step checks where few sequences run. Changes no token and no distribution. 0: off."""
+        draft_model: ModelConfig | None = None
+        """A small model of the same vocabulary that drafts where the text says nothing, as long as that pays: its own
+        weights and a cache of as many blocks. Unset: drafts come from the text alone."""
         cuda_graphs: bool = True
         """Capture the decode step at a few batch sizes. CUDA only."""
         seed: int = 0
         """Seeds the requests that bring no seed of their own."""
+
+        @model_validator(mode="after")
+        def _drafts_are_looked_at(self) -> NativeEngine.Config:
+            if self.draft_model is not None and not self.num_speculative_tokens:
+                raise ValueError("draft_model drafts nothing: set num_speculative_tokens, to 4 say")
+            return self
 
         @model_validator(mode="after")
         def _can_be_spread(self) -> NativeEngine.Config:
@@ -154,22 +164,27 @@ class NativeEngine:
             raise ConfigError(
                 "an engine over a loaded module runs in its process: set tensor_parallel_size to 1"
             )
+        self._draft_model: DraftModel | None = None
         self._thread = threading.Thread(target=self._loop, name="rill-native-engine", daemon=True)
         try:
             self._assemble(config)
             self._thread.start()
-            self._commands.call("prepare", self._runner.prepare, PREPARE_TIMEOUT_S)
+            self._commands.call("prepare", self._core.prepare, PREPARE_TIMEOUT_S)
         except BaseException:
             self.close()  # nobody else will get hold of the thread, or of other processes
             raise
 
     def _assemble(self, config: Config) -> None:
-        limit = self._runner.max_len
-        num_blocks = _num_blocks(self._runner, config, limit)
+        limit, runners = self._runner.max_len, [self._runner]
+        if config.draft_model is not None:
+            self._draft_model = DraftModel(config, self._runner, self.tokenizer)
+            runners.append(self._draft_model.runner)
+        num_blocks = _num_blocks(runners, config, limit)
         self.max_context = min(limit, (num_blocks - 1) * config.block_size)
-        self._core = EngineCore(self._runner, config, num_blocks, self.max_context)
-        self._runner.allocate_cache(num_blocks)
-        self.vocab_size = int(self._runner.model.config.get_text_config().vocab_size)
+        self._core = EngineCore(self._runner, config, num_blocks, self.max_context, self._draft_model)
+        for runner in runners:
+            runner.allocate_cache(num_blocks)
+        self.vocab_size = self._runner.num_words
         self._admission = Admission(self, self._runner)
 
     # --- what it is --------------------------------------------------------------------------------------
@@ -315,7 +330,7 @@ class NativeEngine:
             try:
                 core.close(failure)
             finally:
-                self._runner.leave_thread()
+                core.leave_thread()
                 self._runner.close()
 
     def _submit(
@@ -366,11 +381,13 @@ class NativeEngine:
             )
 
 
-def _num_blocks(runner: ModelRunner, config: NativeEngine.Config, max_context: int) -> int:
+def _num_blocks(runners: list[ModelRunner], config: NativeEngine.Config, max_context: int) -> int:
+    """Of each runner's cache."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
+    runner, block_bytes = runners[0], sum(r.cache_shape.block_bytes for r in runners)
     useful = runner.max_num_seqs * -(-max_context // config.block_size) + 1
-    affordable = int(runner.free_bytes() * config.kv_memory_fraction) // runner.cache_shape.block_bytes
+    affordable = int(runner.free_bytes() * config.kv_memory_fraction) // block_bytes
     if affordable < 2:
         raise EngineError(
             f"{runner.free_bytes() >> 20} MiB are free, which at kv_memory_fraction={config.kv_memory_fraction} "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,10 @@ class ModelRunner:
     usual_num_slots = 256
     num_verified_rows = 16
     """Of a step that looks at drafts: so many cost little more than one."""
+    layer_bytes = 1 << 20
+    """What a layer takes beside reading its weights, in bytes read meanwhile."""
+    round_bytes = 1 << 20
+    """Likewise, what the host takes where two turns wait for each other."""
 
     def __init__(self, loaded: LoadedModel, config: NativeEngine.Config) -> None:
         self._loaded = loaded
@@ -157,17 +162,33 @@ class ModelRunner:
         """Memory that a KV cache could take now."""
         return free_host_bytes()
 
-    def prepare(self) -> None:
-        """Whatever is worth doing once before the first step, in the thread that will launch it."""
+    def prepare(self, max_rows: int | None = None) -> None:
+        """Whatever is worth doing once before the first step, in the thread that will launch it. max_rows: of a step,
+        where they are known to be fewer than slots."""
 
     def offload_weights(self) -> None:
         """Host memory is where CPU weights live already: there is nothing to give back."""
 
     def reload_weights(self) -> None: ...
 
+    @property
+    def num_words(self) -> int:
+        """Tokens that it knows."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def step_bytes(self) -> int:
+        """How long a step of few rows takes, in bytes read meanwhile."""
+        weights = sum(int(p.nbytes) for p in self.model.parameters())
+        return weights + len(self.cache_shape.layers) * self.layer_bytes
+
     def enter_thread(self) -> None:
         """Called once by the thread that will launch the steps."""
         torch.set_grad_enabled(False)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Around what a second runner launches in that thread."""
+        return nullcontext()
 
     def leave_thread(self) -> None:
         """Called once by that thread at its end."""
