@@ -29,6 +29,7 @@ from rill.envs.base import open_environment
 from rill.envs.episode import run_episode
 from rill.errors import ConfigError, DataError, MissingExtraError, ModelError, PlanError, UserError
 from rill.inference.base import Completion
+from rill.inference.native.draft_model import check_words
 from rill.inference.native.runners import context_limit
 from rill.models.card import TrainingCard
 from rill.models.decode.shards import check_divides
@@ -87,6 +88,7 @@ def _rl(config: RLConfig) -> list[str]:
         return notes
     if (num_ranks := config.rollout.engine.model_dump().get("tensor_parallel_size", 1)) > 1:
         check_divides(load_model_config(config.model), num_ranks)
+    notes += _drafts(config, tokenizer)
     encoder = _encoder(config.model, tokenizer)
     notes += _lengths(config, config.rollout.env, prompts, encoder)
     notes += _writable(prompts, tokenizer)
@@ -188,6 +190,17 @@ def _tokenizer(model: ModelConfig, *, is_local: bool) -> tuple[PreTrainedTokeniz
             raise
         return None, [f"the model is not seen from here, so nothing was tried ahead: {error}"]
     return tokenizer, _foreign(model, tokenizer)
+
+
+def _drafts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The engine's draft model is there too, and reads the same tokens."""
+    given = config.rollout.engine.model_dump().get("draft_model")
+    if not given or not (given["path"] or given["tokenizer"]):
+        return []
+    drafting, notes = _tokenizer(ModelConfig(**given), is_local=config.cluster.type == "local")
+    if drafting is not None:
+        check_words(tokenizer, drafting)
+    return notes
 
 
 def _foreign(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:

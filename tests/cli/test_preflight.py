@@ -87,6 +87,11 @@ def test_what_can_run_has_nothing_to_be_told() -> None:
         ),
         (["model.path=./nowhere"], ModelError, "there is no model folder"),
         (
+            ["rollout.engine.draft_model.path=./nowhere", "rollout.engine.num_speculative_tokens=4"],
+            ModelError,
+            "there is no model folder",
+        ),
+        (
             ["rollout.engine.tensor_parallel_size=3"],
             ConfigError,
             "does not divide the model's 2 attention heads",
@@ -176,6 +181,19 @@ def test_a_tokenizer_that_is_not_the_models_own_is_told(tmp_path: Path) -> None:
     assert preflight(tiny(model, f"model.tokenizer={tmp_path / 'model'}")) == []
     [note] = preflight(tiny(model, tokenizer))
     assert "2 of its" in note and "other text than it learnt" in note
+
+
+def test_a_draft_model_that_reads_other_tokens_is_found_before_a_run(tmp_path: Path) -> None:
+    foreign_tokenizer(tmp_path, tiny().model)  # type: ignore[attr-defined]
+    drafts = [
+        "rollout.engine.num_speculative_tokens=4",
+        f"rollout.engine.draft_model.path={tmp_path / 'model'}",
+    ]
+    assert preflight(tiny(*drafts)) == []
+    with pytest.raises(
+        ConfigError, match="draft_model has another vocabulary than model: token .* there and"
+    ):
+        preflight(tiny(*drafts, f"rollout.engine.draft_model.tokenizer={tmp_path / 'other'}"))
 
 
 def test_a_prompt_that_leaves_no_room_is_a_note(tmp_path: Path) -> None:

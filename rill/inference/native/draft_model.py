@@ -39,11 +39,13 @@ class DraftModel:
     def __init__(
         self, config: NativeEngine.Config, target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
-        assert config.draft_model is not None
-        _check_vocabulary(config, tokenizer)
+        drafting = config.draft_model
+        assert drafting is not None
+        if tokenizer is not None and (drafting.tokenizer or drafting.path):
+            check_words(tokenizer, load_tokenizer(drafting))
         self.max_drafted = min(config.num_speculative_tokens, MAX_STEPS - 1)
         own = {
-            "model": config.draft_model, "draft_model": None, "num_speculative_tokens": 0,
+            "model": drafting, "draft_model": None, "num_speculative_tokens": 0,
             "num_scheduler_steps": self.max_drafted + 1, "max_num_seqs": target.max_num_seqs,
             "device": str(target.device), "tensor_parallel_size": 1, "quantization": None, "kv_cache_dtype": "auto",
             "batch_invariant": False, "routed_experts": False,
@@ -135,15 +137,10 @@ class _Reading:
     """Of the mirror's tokens, those that are the sequence's own."""
 
 
-def _check_vocabulary(config: NativeEngine.Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    drafting = config.draft_model
-    assert drafting is not None
-    if tokenizer is None or not (drafting.tokenizer or drafting.path):
-        return  # models without words: ids are all that there is
-    own, other = (
-        {i: word for word, i in t.get_vocab().items()} for t in (tokenizer, load_tokenizer(drafting))
-    )
-    for token in own.keys() & other.keys():  # either may have some more at its end
+def check_words(tokenizer: PreTrainedTokenizerBase, drafting: PreTrainedTokenizerBase) -> None:
+    """The draft model reads and writes the same tokens; either may have some more at its end."""
+    own, other = ({i: word for word, i in t.get_vocab().items()} for t in (tokenizer, drafting))
+    for token in own.keys() & other.keys():
         if own[token] != other[token]:
             raise ConfigError(
                 f"draft_model has another vocabulary than model: token {token} is {other[token]!r} there and "
