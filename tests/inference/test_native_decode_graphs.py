@@ -122,7 +122,7 @@ def test_every_step_finds_its_own_inputs_also_where_a_graph_is_captured_in_betwe
         20, tables, None, run, stream, num_staging=7, num_entries=16, is_invariant=False,  # type: ignore[arg-type]
         shares_prefixes=False, num_new=1,
     )  # fmt: skip
-    graphs.capture_all()
+    graphs.capture_all(20)
     rng = np.random.default_rng(0)
     wanted: list[Step | None] = [None] * len(pending)
     for place in range(1, 60):
