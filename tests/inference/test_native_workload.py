@@ -22,9 +22,10 @@ from rill.inference.native.batch import IN_FLIGHT, StepBatch
 from rill.inference.native.core import EngineCore
 from rill.inference.native.engine import NativeEngine
 from rill.inference.native.model_runner import CpuRunner, PendingTurn
+from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.integrity import check_scheduler
-from tests.inference.native_models import VOCAB, Oracle, make_engine, reference
+from tests.inference.native_models import SHAPES, VOCAB, Oracle, make_engine, reference
 
 
 def random_request(rng: random.Random, index: int, shared: list[int]) -> Request:
@@ -118,9 +119,13 @@ def test_a_random_workload_of_overlapped_steps_gives_each_request_what_it_gets_a
     assert sum(count > 0 for count in num_in_flight) > 100
 
 
-@pytest.mark.parametrize("num_drafted", [0, 7], ids=["several steps", "drafts"])
+@pytest.mark.parametrize(
+    ("num_drafted", "by_model"),
+    [(0, False), (7, False), (4, True)],
+    ids=["several steps", "drafts", "draft model"],
+)
 def test_turns_of_several_tokens_give_each_request_what_single_steps_do(
-    num_drafted: int, monkeypatch: pytest.MonkeyPatch
+    num_drafted: int, by_model: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ends by limit, id and end of sequence in the middle of a turn; arrivals, an abort and an update between turns."""
     num_steps = 4
@@ -134,12 +139,18 @@ def test_turns_of_several_tokens_give_each_request_what_single_steps_do(
             return super().launch(steps)
 
     monkeypatch.setattr(runners, "CpuRunner", Noted)
-    Oracle.install(monkeypatch, num_rows=64)
+    if not by_model:
+        Oracle.install(monkeypatch)
+    monkeypatch.setattr(CpuRunner, "num_verified_rows", 64)
     rng = random.Random(num_steps)
     options: dict[str, Any] = {"num_kv_blocks": 200, "max_batched_tokens": 128, "check_every_step": False}
     several = make_engine(
-        num_scheduler_steps=num_steps, num_speculative_tokens=num_drafted, max_num_seqs=64, **options
-    )
+        num_scheduler_steps=num_steps, num_speculative_tokens=num_drafted, max_num_seqs=64,
+        draft_model=ModelConfig(shape=SHAPES["llama"]) if by_model else None, **options,
+    )  # fmt: skip
+    if by_model:
+        inside: Any = several._core
+        inside._draft_model.cost, inside._draft_model.round_cost, inside._speculator.pace = 0.1, 0.0, None
     single = make_engine(num_scheduler_steps=1, **options)
     try:
         requests = [plain_request(rng, index) for index in range(30)]
