@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rill.config.base import value_at
-from rill.dashboard.metric_columns import MetricColumns
+from rill.dashboard.figures import Figures
 from rill.dashboard.trace_index import TraceIndex
 
 Values = Callable[[str], Any]
@@ -27,7 +27,7 @@ PHASE_PARTS = {"warm_up": "warm-up", "evaluate": "evaluation"}
 """The same for spans outside the steps, by the last part of their names."""
 
 
-def run_card(values: Mapping[str, Any], starts: list[Any], figures: MetricColumns) -> list[dict[str, str]]:
+def run_card(values: Mapping[str, Any], starts: list[Any], figures: Figures) -> list[dict[str, str]]:
     """[{question, answer}], in the checklist's order."""
 
     def at(key: str) -> Any:
@@ -47,7 +47,7 @@ def run_card(values: Mapping[str, Any], starts: list[Any], figures: MetricColumn
     return [{"question": question, "answer": answer or UNKNOWN} for question, answer in answers]
 
 
-def time_shares(figures: MetricColumns, traces: Sequence[TraceIndex] = ()) -> list[tuple[str, float]]:
+def time_shares(figures: Figures, traces: Sequence[TraceIndex] = ()) -> list[tuple[str, float]]:
     """Where the time went: (what, seconds), the longest first. Ranks that do the same at once count once."""
     seconds = {what: figures.total(name) for name, what in STEP_PARTS.items()}
     for trace in traces:
@@ -100,7 +100,7 @@ def _engine(at: Values) -> str:
     return _joined(f"{engine} engine", where, _on("prefix cache", at("rollout.engine.enable_prefix_cache")))
 
 
-def _precision(at: Values, figures: MetricColumns) -> str:
+def _precision(at: Values, figures: Figures) -> str:
     trainer = at("trainer.compute_dtype")
     if trainer is None:
         return ""
@@ -112,7 +112,7 @@ def _precision(at: Values, figures: MetricColumns) -> str:
     )
 
 
-def _staleness(at: Values, figures: MetricColumns) -> str:
+def _staleness(at: Values, figures: Figures) -> str:
     lag, correction, seen = at("loop.max_lag"), at("algorithm.correction.type"), figures.last("lag/max")
     if lag is None:
         return ""
@@ -137,7 +137,7 @@ def _group_size(at: Values) -> str:
     return f"{size} samples a prompt" + (f", {groups} prompts a step" if groups is not None else "")
 
 
-def _turns(at: Values, figures: MetricColumns) -> str:
+def _turns(at: Values, figures: Figures) -> str:
     env, tokens, turns = (
         at("rollout.env.type"),
         at("rollout.sampling.max_new_tokens"),
@@ -153,12 +153,12 @@ def _turns(at: Values, figures: MetricColumns) -> str:
     )
 
 
-def _compute(at: Values, figures: MetricColumns) -> str:
+def _compute(at: Values, figures: Figures) -> str:
     shares, devices = time_shares(figures), at("cluster.devices")
     total = sum(seconds for _, seconds in shares)
     if not total:
         return ""
-    steps = max(1, len([step for step in figures.steps if step > 0]))
+    steps = max(1, sum(step > 0 for step in figures.steps))
     on = f" on {devices} device{'' if devices == 1 else 's'}" if devices is not None else ""
     return f"{total / steps:.2f} s a step{on}: " + ", ".join(f"{what} {s / total:.0%}" for what, s in shares)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rill.dashboard.metric_columns import MetricColumns
+from rill.dashboard.figures import Figures, FollowedFigures
 from rill.errors import UserError
 from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
 from rill.telemetry.jsonl import read_lines
@@ -38,7 +38,7 @@ class Catalog:
     def __init__(self, folders: Sequence[Path], root: Path) -> None:
         self.folders = [folder.resolve() for folder in folders]
         self.root = root
-        self._columns: dict[Path, MetricColumns] = {}
+        self._figures: dict[Path, FollowedFigures] = {}
 
     def runs(self) -> dict[str, Path]:
         """key -> folder, the newest first. The key is the folder's name, with a number where two share it."""
@@ -57,10 +57,8 @@ class Catalog:
             raise UserError(f"there is no run {key!r} here (any more): go back to the list")
         return Run(folder)
 
-    def figures(self, run: Run) -> MetricColumns:
-        columns = self._columns.setdefault(run.path, MetricColumns(run.path))
-        columns.refresh()
-        return columns
+    def figures(self, run: Run) -> Figures:
+        return self._figures.setdefault(run.path, FollowedFigures(run.path)).now()
 
     def summary(self, key: str, run: Run) -> dict[str, Any]:
         state, figures = run.state(), self.figures(run)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from rill.dashboard.metric_columns import thinned
+from rill.dashboard.figures import thinned
 from rill.errors import UserError
 from rill.telemetry.metrics import MetricRow, figures_of_training, read_metrics
 from rill.telemetry.run import Run, write_atomically

@@ -15,9 +15,10 @@ from rill.dashboard import indexer
 from rill.dashboard.card import machine, run_card, time_shares
 from rill.dashboard.catalog import Catalog, findings
 from rill.dashboard.config_view import read_config
-from rill.dashboard.metric_columns import MetricColumns
+from rill.dashboard.figures import Figures
 from rill.dashboard.system import counter_series
 from rill.dashboard.timeline import Timeline
+from rill.telemetry.metrics import read_metrics
 from rill.telemetry.rollouts import read_rollouts, samples_of
 from rill.telemetry.run import Run
 from rill.telemetry.sinks.base import Account
@@ -71,8 +72,7 @@ def timeline(run: Run) -> Timeline:
 
 def account_of(run: Run) -> Account:
     """What trackers are told when a run ends: its card, and the samples of groups spread over the run."""
-    figures = MetricColumns(run.path)
-    figures.refresh()
+    figures = Figures(rows=read_metrics(run.path))
     values, _, _ = read_config(run.config_path)
     groups = read_rollouts(run)
     chosen = groups[:: max(1, len(groups) // MAX_TOLD_GROUPS)]

@@ -61,7 +61,7 @@ def collect(run: Run) -> dict[str, Any]:
     view = timeline.longest(MAX_SPANS)
     return {
         "overview": pages.overview(catalog, key) | {"indexed": 1.0},
-        "metrics": catalog.figures(opened).columns(),
+        "metrics": catalog.figures(opened).columns,
         "timeline": view,
         "spans": _attributes(timeline, view["spans"]),
         "rollouts": _groups(run, rollouts),

@@ -100,7 +100,7 @@ class _Answers:
         figures = self._catalog.figures(self._run(request))
         if _whole(request, "version", -1) == figures.version:
             return {"version": figures.version}
-        return figures.columns()
+        return figures.columns
 
     def timeline(self, request: Request) -> Any:
         found = pages.timeline(self._run(request))

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -102,12 +102,18 @@ def read_metrics(run_dir: Path | str) -> list[MetricRow]:
     """One row a step, in order of steps, without what a rewind made void. Empty when nothing is written yet."""
     rows: dict[int, MetricRow] = {}
     for record in read_records(Path(run_dir) / METRICS_FILE, MetricRecord):
-        if (last := record.rewind) is not None:
-            rows = {step: row for step, row in rows.items() if step <= last}
-        elif record.step is not None and (values := record.numbers()) is not None:
-            row = rows.setdefault(record.step, MetricRow(step=record.step, time_s=record.time_s, values={}))
-            row.values.update(values)
+        rows = rows_with(rows, record)
     return [rows[step] for step in sorted(rows)]
+
+
+def rows_with(rows: dict[int, MetricRow], record: MetricRecord) -> dict[int, MetricRow]:
+    """The rows by step, with what the next line of the file says. A row never changes: another takes its place."""
+    if (last := record.rewind) is not None:
+        return {step: row for step, row in rows.items() if step <= last}
+    if record.step is not None and (values := record.numbers()) is not None:
+        before = rows.get(record.step, MetricRow(step=record.step, time_s=record.time_s, values={}))
+        rows[record.step] = replace(before, values={**before.values, **values})
+    return rows
 
 
 def figures_of_training(rows: Sequence[MetricRow]) -> set[str]:
