@@ -5,7 +5,7 @@ usually means. Findings go to `guards.jsonl` in the run folder and to the run's 
 which a recipe may change (`guard_actions`):
 
     warn     the run goes on
-    pause    no step is taken until the figure is well again (room on the disk, memory), PAUSE_S at most
+    pause    no step is taken until the figure is well again, PAUSE_S at most: room on the disk or memory only
     stop     GuardError, after a checkpoint where the step is whole
     off      it is not looked at
 
@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 
 PAUSE_S, PAUSE_POLL_S = 3600.0, 2.0
+OF_THE_MACHINE = ("disk/checkpoints_left", "memory/available")
+"""Figures that may become well while a run waits (`room_left`)."""
 WELL_STEPS = 5
 """In a row, before a guard that needs more than one step speaks again: a figure at its bound is told once."""
 MAX_MISMATCH = 10.0
@@ -321,11 +323,17 @@ def default_guards(*, max_lag: int, mismatch_limit: float) -> list[Guard]:
 
 
 def with_actions(guards: Sequence[Guard], actions: Mapping[str, str]) -> list[Guard]:
-    """The guards with the actions that a recipe gives them. ConfigError: there is none of that name."""
-    names = [guard.name for guard in guards]
-    for name in actions:
-        if name not in names:
-            raise ConfigError(f"guard_actions: {unknown_name_message('guard', name, names)}")
+    """The guards with the actions that a recipe gives them. ConfigError: there is none of that name, or it cannot
+    pause, because its figure does not change while no step is taken."""
+    metrics = {guard.name: guard.metric for guard in guards}
+    for name, action in actions.items():
+        if name not in metrics:
+            raise ConfigError(f"guard_actions: {unknown_name_message('guard', name, metrics)}")
+        if action == Action.PAUSE and metrics[name] not in OF_THE_MACHINE:
+            raise ConfigError(
+                f"guard_actions: {name!r} cannot pause, for {metrics[name]} stays as it is while no step is taken: "
+                "write off, warn or stop"
+            )
     changed = [replace(guard, action=Action(actions.get(guard.name, guard.action))) for guard in guards]
     return [guard for guard in changed if guard.action is not Action.OFF]
 
@@ -334,10 +342,8 @@ def room_left(run_dir: Path, checkpoint_bytes: int) -> dict[str, float]:
     """Figures of the machine that guards look at."""
     memory = psutil.virtual_memory()
     free_bytes = shutil.disk_usage(run_dir).free
-    return {
-        "disk/checkpoints_left": free_bytes / max(checkpoint_bytes, 64 << 20),
-        "memory/available": memory.available / memory.total,
-    }
+    figures = (free_bytes / max(checkpoint_bytes, 64 << 20), memory.available / memory.total)
+    return dict(zip(OF_THE_MACHINE, figures, strict=True))
 
 
 class GuardWatch:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rill.errors import ConfigError, GuardError
-from rill.telemetry.guards import GUARDS_FILE, GuardWatch, default_guards, with_actions
+from rill.telemetry.guards import GUARDS_FILE, GuardWatch, default_guards, room_left, with_actions
 
 
 def watch(folder: Path, max_lag: int = 0) -> GuardWatch:
@@ -142,6 +142,18 @@ def test_a_recipe_changes_what_follows_from_a_finding_and_a_wrong_name_is_an_err
         stops.check(2, {"lag/max": 3.0})
     with pytest.raises(ConfigError, match="guard 'lagg'.*lag"):
         with_actions(guards, {"lagg": "stop"})
+
+
+def test_only_what_may_become_well_while_a_run_waits_can_pause_it(tmp_path: Path) -> None:
+    defaults = default_guards(max_lag=0, mismatch_limit=1e-3)
+    with pytest.raises(ConfigError, match="'entropy collapse' cannot pause"):
+        with_actions(defaults, {"entropy collapse": "pause"})
+    (memory,) = (guard for guard in with_actions(defaults, {"memory": "pause"}) if guard.name == "memory")
+    pausing = GuardWatch(tmp_path, [memory])
+    (found,) = pausing.check(
+        1, {"memory/available": 0.01}, lambda: {**room_left(tmp_path, 0), memory.metric: 0.5}
+    )
+    assert found.action == "pause"
 
 
 def test_a_sample_under_another_groups_id_ends_the_run(tmp_path: Path) -> None:
