@@ -8,6 +8,7 @@ tokens later lies in `trained/<process>.jsonl`, a record a sample. docs/telemetr
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,19 +34,17 @@ class RolloutLog:
         self._media = run_dir / MEDIA_FOLDER
         self._tokenizer = tokenizer
         self._max_groups = max_groups
-        self._version = -1
-        self._num_logged = 0
+        self._num_logged: Counter[int] = Counter()
+        """Groups by version: where engines run ahead those of two versions come mixed."""
 
     def write(
         self, group: Group, *, dropped: str | None, trained: Mapping[str, Sample] | None = None
     ) -> bool:
         """Whether it was kept. `trained`: what is known of the group's samples already, by trajectory id."""
         version = _version(group)
-        if version != self._version:
-            self._version, self._num_logged = version, 0
-        if self._num_logged >= self._max_groups:
+        if self._num_logged[version] >= self._max_groups:
             return False
-        self._num_logged += 1
+        self._num_logged[version] += 1
         self._file.write(encode_line(self._record(group, group.id, dropped, trained or {})))
         return True
 

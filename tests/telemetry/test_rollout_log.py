@@ -79,11 +79,18 @@ def test_a_long_sample_is_cut_and_says_how_long_it_was(tmp_path: Path) -> None:
 
 def test_so_many_groups_of_a_version_are_kept(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path, "rollout-0", Letters(), max_groups=2)  # type: ignore[arg-type]
-    for version, name in ((1, "a"), (1, "b"), (1, "c"), (2, "d")):
+    for version, name in (
+        (1, "a"),
+        (2, "b"),
+        (1, "c"),
+        (2, "d"),
+        (1, "e"),
+        (2, "f"),
+    ):  # mixed, as engines end them
         group = Group(id=name, prompt=Prompt(id="p"), trajectories=(trajectory(name, version),))
         log.write(group, dropped=None)
     log.close()
-    assert [r["group"] for r in read_lines(tmp_path / "rollouts" / "rollout-0.jsonl")] == ["a", "b", "d"]
+    assert [r["group"] for r in read_lines(tmp_path / "rollouts" / "rollout-0.jsonl")] == ["a", "b", "c", "d"]
 
 
 def test_answers_to_the_first_prompts_of_an_evaluation_are_kept_every_time(tmp_path: Path) -> None:
