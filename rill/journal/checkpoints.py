@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from rill.telemetry.run import Run, sync, write_atomically
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(-?\d+)")
 SETTLE_S = 30.0
 """How long a run that fails waits for the files of its last checkpoint."""
 DAMAGED = "manifest.damaged.json"
@@ -162,7 +164,7 @@ class RunCheckpoints:
         because the run would otherwise begin anew without saying so. What a kill has left of one that was being
         written, or removed, goes: it only takes room.
         """
-        for folder in self._folder.glob("step-*"):
+        for folder in _folders(self._run):
             if not any((folder / name).exists() for name in (MANIFEST, DAMAGED)):
                 shutil.rmtree(folder, ignore_errors=True)
         found = [
@@ -258,7 +260,17 @@ def needed_groups(checkpoint: Path) -> Callable[[str], bool] | None:
 
 def whole_checkpoints(run: Run) -> list[Path]:
     """The folders that count, oldest first."""
-    return sorted((path.parent for path in run.checkpoints_dir.glob(f"step-*/{MANIFEST}")), key=step_of)
+    return sorted((folder for folder in _folders(run) if (folder / MANIFEST).exists()), key=step_of)
+
+
+def damaged_checkpoints(run: Run) -> list[Path]:
+    """Those that could not be loaded, oldest first."""
+    return sorted((folder for folder in _folders(run) if (folder / DAMAGED).exists()), key=step_of)
+
+
+def _folders(run: Run) -> list[Path]:
+    """Those of checkpoints; a copy that somebody keeps beside them under a name of its own is left alone."""
+    return [path for path in run.checkpoints_dir.glob("step-*") if _STEP.fullmatch(path.name)]
 
 
 def needed_now(run_dir: Path) -> Callable[[str], bool] | None:

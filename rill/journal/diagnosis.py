@@ -15,7 +15,7 @@ from enum import IntEnum
 from statistics import median
 from typing import NamedTuple
 
-from rill.journal.checkpoints import DAMAGED, newest_size, step_of, whole_checkpoints
+from rill.journal.checkpoints import damaged_checkpoints, newest_size, step_of, whole_checkpoints
 from rill.journal.reader import LogReader
 from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
 from rill.telemetry.jsonl import read_lines
@@ -150,8 +150,8 @@ def _failures(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
 
 def _checkpoints(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
     whole = whole_checkpoints(run)
-    for folder in sorted(run.checkpoints_dir.glob(f"step-*/{DAMAGED}")):
-        what = f"the checkpoint of step {step_of(folder.parent)} is damaged and was passed over"
+    for folder in damaged_checkpoints(run):
+        what = f"the checkpoint of step {step_of(folder)} is damaged and was passed over"
         advice = "`rill runs verify RUN` checks all of them; look at the disk (SMART, dmesg)"
         yield Diagnosis(Severity.WARNING, what, "", advice)
     step = rows[-1].step if rows else 0

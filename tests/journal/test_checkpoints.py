@@ -105,6 +105,19 @@ def test_what_a_kill_left_of_one_that_was_written_or_removed_goes_when_the_run_i
     assert sorted(path.name for path in run.checkpoints_dir.iterdir()) == ["step-000002", "step-000003"]
 
 
+def test_a_copy_that_somebody_keeps_beside_them_does_not_count_and_is_left_alone(tmp_path: Path) -> None:
+    run, checkpoints, _ = saved(tmp_path, 1, 2)
+    (run.checkpoints_dir / "step-000001").rename(run.checkpoints_dir / "step-000001-good")
+    (run.checkpoints_dir / "step-notes").mkdir()
+    assert [step_of(folder) for folder in whole_checkpoints(run)] == [2]
+    assert checkpoints.load_latest() == 2
+    assert {path.name for path in run.checkpoints_dir.iterdir()} == {
+        "step-000001-good",
+        "step-000002",
+        "step-notes",
+    }
+
+
 def test_those_beyond_what_is_kept_do_not_count_at_once_and_their_files_are_gone_when_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
