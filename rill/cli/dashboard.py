@@ -83,23 +83,19 @@ def _serve(application: object, listening: socket.socket) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """A bound socket: the port itself where one was named, else the first free one."""
     tried = [port] if port else range(DEFAULT_PORT, DEFAULT_PORT + MAX_TRIED_PORTS)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     error: OSError | None = None
     for number in tried:
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            bound = socket.socket(family, socket.SOCK_STREAM)
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind((host, number))
-            bound.listen(128)  # whoever follows the printed address at once waits, and is not refused
-            return bound
+        try:  # it listens at once: whoever follows the printed address waits, and is not refused
+            return socket.create_server((host, number), family=family, backlog=128)
         except OSError as found:
-            bound.close()
             error = found
-    raise UserError(f"cannot listen on {host}:{tried[0]}: {error}: choose another with --port")
+    raise UserError(f"cannot listen on {host}:{tried[0]}: {error}: choose another with --port, or --host")
 
 
 def _say_where(host: str, port: int, secret: str, browser: bool) -> None:
-    shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::1", "::") else host
+    shown = f"[{host}]" if ":" in host else host
+    shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::1", "::") else shown
     query = f"/?token={secret}" if secret else "/"
     address = f"http://{shown}:{port}{query}"
     say(f"dashboard      {address}")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import re
 import signal
 import socket
@@ -55,3 +56,14 @@ def test_a_taken_port_is_passed_over_unless_it_was_asked_for() -> None:
             _listen("127.0.0.1", taken.getsockname()[1])
     with _listen("127.0.0.1", 0) as first, _listen("127.0.0.1", 0) as second:
         assert DEFAULT_PORT <= first.getsockname()[1] < second.getsockname()[1]
+
+
+def test_an_address_of_a_kind_that_the_machine_has_not_is_told_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unsupported(*_: object) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", unsupported)
+    with pytest.raises(UserError, match="cannot listen on ::1:.*not supported"):
+        _listen("::1", 0)
