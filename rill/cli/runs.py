@@ -93,7 +93,7 @@ def show(run: RunName, root: Root = RUNS, as_json: AsJson = False) -> None:
     else:
         say(f"how it was started is lost: {opened.environment_path} is missing or damaged")
     is_ended = summary["status"] in (RunStatus.INTERRUPTED, RunStatus.FAILED, RunStatus.UNKNOWN)
-    if is_ended and any(opened.checkpoints_dir.glob("step-*")):
+    if is_ended and (rows or any(opened.checkpoints_dir.glob("step-*"))):
         say(f"resume with: {opened.resume_command}")
     for line in curve_lines(history_of(rows)):
         say(line)
