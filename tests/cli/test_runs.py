@@ -116,7 +116,9 @@ def test_show_tells_how_a_run_stands_and_how_to_go_on() -> None:
     (young.checkpoints_dir / "step-000020").rmdir()
     with MetricLog(young.path) as log:
         log.write(1, {"reward/mean": 0.5})
-    assert "resume with: rill train --resume runs/young" in run("runs", "show", "young"), "its tokens are kept"
+    assert "resume with: rill train --resume runs/young" in run("runs", "show", "young"), (
+        "its tokens are kept"
+    )
 
 
 def test_a_trace_is_exported_for_perfetto(tmp_path: Path) -> None:
