@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from rill.dashboard.rollout_index import EVALUATION, RolloutIndex, id_code
-from rill.dashboard.table import read_range
+from rill.dashboard.table import Count, Number, Whole, read_range
 from rill.dashboard.trained_index import TrainedIndex
 from rill.errors import UserError
 
@@ -31,26 +30,29 @@ ORDERS = ("newest", "oldest", "best", "worst", "spread", "longest")
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
-    """None and "" mean: any."""
+class Query(
+    msgspec.Struct,
+    kw_only=True,
+    rename={"from_step": "from", "to_step": "to", "min_reward": "min", "max_reward": "max"},
+):
+    """What is looked for, under the names that an address has for it. None and "" mean: any."""
 
-    from_step: int | None = None
-    to_step: int | None = None
+    from_step: Whole | None = None
+    to_step: Whole | None = None
     task: str = ""
     prompt: str = ""
     stop: str = ""
     tag: str = ""
-    min_reward: float | None = None
-    max_reward: float | None = None
+    min_reward: Number | None = None
+    max_reward: Number | None = None
     only: str = ""
     """ "failed" or "dropped"."""
-    text: str = ""
-    searched: int = 0
+    text: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+    searched: Count = 0
     """Bytes of text that an earlier question has looked through, from the newest back."""
     order: str = "newest"
-    first: int = 0
-    count: int = 50
+    first: Count = 0
+    count: Count = 50
 
 
 class Rollouts:

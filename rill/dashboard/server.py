@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import math
 from collections.abc import Callable
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -33,10 +32,12 @@ from rill.dashboard import indexer, pages
 from rill.dashboard.catalog import Catalog
 from rill.dashboard.media import media_file
 from rill.dashboard.rollouts import Query, Rollouts
+from rill.dashboard.table import Count, Whole
 from rill.dashboard.timeline import View
 from rill.errors import UserError
 from rill.telemetry.run import Run
 
+Q = TypeVar("Q")
 COOKIE = "rill_token"
 STATIC = {"app.js": "text/javascript; charset=utf-8", "app.css": "text/css; charset=utf-8"}
 HEADERS = {
@@ -60,6 +61,7 @@ def make_app(catalog: Catalog, *, host: str = "127.0.0.1", token: str = "") -> A
         "/rollouts": answers.rollouts,
         "/group": answers.group,
         "/prompt": answers.prompt,
+        "/media/{name:path}": answers.media,
         **{
             f"/{page.__name__}": answers.of(page)
             for page in (pages.config, pages.guards, pages.system, pages.flow)
@@ -70,13 +72,12 @@ def make_app(catalog: Catalog, *, host: str = "127.0.0.1", token: str = "") -> A
         Route("/static/{name}", _static),
         Route("/api/runs", _json(answers.runs)),
         *(Route(f"/api/run/{{key}}{path}", _json(answer)) for path, answer in one_run.items()),
-        Route("/api/run/{key}/media/{name:path}", answers.media),
     ]
     return _Door(Starlette(routes=routes), host=host, token=token)
 
 
 class _Answers:
-    """One method a route. They read files and return plain data; Starlette calls them in its threads."""
+    """One method a route. They read files and return plain data, or a file; Starlette calls them in its threads."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -98,62 +99,34 @@ class _Answers:
 
     def metrics(self, request: Request) -> Any:
         figures = self._catalog.figures(self._run(request))
-        if _whole(request, "version", -1) == figures.version:
+        if _asked(request, _Asked).version == figures.version:
             return {"version": figures.version}
         return figures.columns
 
     def timeline(self, request: Request) -> Any:
-        found = pages.timeline(self._run(request))
-        return found.view(
-            View(
-                from_s=_number(request, "from", 0.0) or 0.0,
-                to_s=_number(request, "to", found.seconds) or found.seconds,
-                num_columns=_whole(request, "columns", 1000),
-                first_lane=max(0, _whole(request, "lane", 0)),
-                num_lanes=max(1, _whole(request, "lanes", 200)),
-            )
-        )
+        return pages.timeline(self._run(request)).view(_asked(request, View))
 
     def span(self, request: Request) -> Any:
-        return pages.timeline(self._run(request)).span(
-            _whole(request, "process", 0), _whole(request, "offset", 0)
-        )
+        asked = _asked(request, _Asked)
+        return pages.timeline(self._run(request)).span(asked.process, asked.offset)
 
     def rollouts(self, request: Request) -> Any:
-        rollouts, asked = self._rollouts(request), request.query_params
-        query = Query(
-            from_step=_step(request, "from"),
-            to_step=_step(request, "to"),
-            task=asked.get("task", ""),
-            prompt=asked.get("prompt", ""),
-            stop=asked.get("stop", ""),
-            tag=asked.get("tag", ""),
-            min_reward=_number(request, "min", None),
-            max_reward=_number(request, "max", None),
-            only=asked.get("only", ""),
-            text=asked.get("text", "")[:1000],
-            searched=max(0, _whole(request, "searched", 0)),
-            order=asked.get("order", "newest"),
-            first=max(0, _whole(request, "first", 0)),
-            count=max(1, _whole(request, "count", 50)),
-        )
-        answer = rollouts.find(query)
-        return answer | {"facets": rollouts.facets()} if "facets" in asked else answer
+        rollouts = self._rollouts(request)
+        answer = rollouts.find(_asked(request, Query))
+        return answer | {"facets": rollouts.facets()} if "facets" in request.query_params else answer
 
     def group(self, request: Request) -> Any:
-        return self._rollouts(request).group(_whole(request, "log", 0), _whole(request, "place", 0))
+        asked = _asked(request, _Asked)
+        return self._rollouts(request).group(asked.log, asked.place)
 
     def prompt(self, request: Request) -> Any:
-        return {"groups": self._rollouts(request).prompt(request.query_params.get("id", ""))}
+        return {"groups": self._rollouts(request).prompt(_asked(request, _Asked).id)}
 
     def of(self, page: Callable[[Run], Any]) -> Callable[[Request], Any]:
         return lambda request: page(self._run(request))
 
     def media(self, request: Request) -> Response:
-        try:
-            path, kind = media_file(self._run(request).path, request.path_params["name"])
-        except UserError as error:
-            return _problem(404, str(error))
+        path, kind = media_file(self._run(request).path, request.path_params["name"])
         return FileResponse(path, media_type=kind)
 
     def _run(self, request: Request) -> Run:
@@ -235,12 +208,14 @@ def _static(request: Request) -> Response:
 def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
     def respond(request: Request) -> Response:
         try:
-            body = msgspec.json.encode(answer(request))
+            found = answer(request)
         except UserError as error:
             return _problem(404, str(error))
         except OSError as error:
             return _problem(503, f"the run's files cannot be read: {error.strerror or error}")
-        return Response(body, media_type="application/json")
+        if isinstance(found, Response):
+            return found
+        return Response(msgspec.json.encode(found), media_type="application/json")
 
     return respond
 
@@ -259,23 +234,21 @@ def _equal(given: str, token: str) -> bool:
     return hmac.compare_digest(given.encode(), token.encode())
 
 
-def _number(request: Request, name: str, otherwise: float | None) -> float | None:
-    text = request.query_params.get(name, "")
-    if not text:
-        return otherwise
+class _Asked(msgspec.Struct, kw_only=True):
+    """What the smaller questions name."""
+
+    version: Whole = -1
+    process: Count = 0
+    offset: Count = 0
+    log: Count = 0
+    place: Count = 0
+    id: str = ""
+
+
+def _asked(request: Request, kind: type[Q]) -> Q:
+    """The question in the address; what it leaves empty is as if it were not there."""
+    given = {name: text for name, text in request.query_params.items() if text}
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise UserError(f"{name}={text!r} is no number")
-    return value
-
-
-def _whole(request: Request, name: str, otherwise: int) -> int:
-    value = _number(request, name, None)
-    return otherwise if value is None else int(max(-(2**53), min(2**53, value)))
-
-
-def _step(request: Request, name: str) -> int | None:
-    return _whole(request, name, 0) if request.query_params.get(name) else None
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise UserError(f"this question cannot be understood: {error}") from None

@@ -9,12 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 Rows = npt.NDArray[Any]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""As questions have it: what a browser can count to, and a table holds."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+"""A finite one."""
 
 
 class Table:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rill.dashboard.log_reader import MAX_LINE_BYTES
-from rill.dashboard.table import Rows, read_line
+from rill.dashboard.table import Count, Number, Rows, read_line
 from rill.dashboard.trace_index import CHUNK, INSTANT, UNFINISHED, TraceIndex
 from rill.errors import UserError
 
@@ -38,15 +38,24 @@ Lane = tuple[str, str]
 """(process, lane); a device's process is ""."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """What part of the timeline is asked for."""
+class View(
+    msgspec.Struct,
+    kw_only=True,
+    rename={
+        "from_s": "from",
+        "to_s": "to",
+        "num_columns": "columns",
+        "first_lane": "lane",
+        "num_lanes": "lanes",
+    },
+):
+    """What part of the timeline is asked for, under the names that an address has for it."""
 
-    from_s: float
-    to_s: float
-    num_columns: int
-    first_lane: int = 0
-    num_lanes: int = MAX_LANES
+    from_s: Number = 0.0
+    to_s: Number = 1e300
+    num_columns: Count = 1000
+    first_lane: Count = 0
+    num_lanes: Count = MAX_LANES
 
 
 @dataclass(slots=True)
