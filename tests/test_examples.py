@@ -15,6 +15,7 @@ from rill.config.files import load_recipe
 from rill.config.resolve import resolve
 from rill.inference.base import Engine
 from rill.models.loading import ModelConfig
+from rill.telemetry.jsonl import read_lines
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.rollouts import read_rollouts
 from rill.workflows import recipe_schema
@@ -62,10 +63,12 @@ def test_a_run_with_all_examples_at_once_trains(tmp_path: Path) -> None:
         "rollout.env.reward.function=examples.own_reward:short_and_right",
     )
     assert (run.path / "model" / "config.json").exists()
-    tokens = "".join(read_rollouts(run)[0]["samples"][0]["tokens"])
+    groups = [record for path in run.rollouts_dir.glob("*.jsonl") for record in read_lines(path, "samples")]
+    first = next(group["samples"][0] for group in groups if "evaluates" not in group)
+    tokens = "".join(first["tokens"])
     assert re.match(r"\d+>", tokens), "the task is the example's"
     assert "wrong, again: " in tokens, "so is the environment: an untrained model is wrong at first"
-    assert read_rollouts(run)[0]["samples"][0]["parts"].keys() == {"short_and_right"}
+    assert first["parts"].keys() == {"short_and_right"}
     assert not [r for r in read_metrics(run.path) if r.values.get("rollout/errors")]
 
 
@@ -93,5 +96,5 @@ def test_a_run_with_the_example_engine_trains(tmp_path: Path) -> None:
     steps = [row.values for row in read_metrics(run.path) if "mismatch/abs_mean" in row.values]
     assert (run.path / "model" / "config.json").exists()
     assert all(values["mismatch/abs_mean"] < 1e-4 for values in steps)
-    stops = {sample["stop"] for group in read_rollouts(run) for sample in group["samples"]}
+    stops = {sample.stop for group in read_rollouts(run) for sample in group.samples}
     assert "eos" in stops, "an answer ends where the recipe's tokenizer says it ends"

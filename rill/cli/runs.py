@@ -18,12 +18,11 @@ from rill.telemetry.chrome import export_chrome
 from rill.telemetry.evaluations import Evaluation
 from rill.telemetry.evaluations import load as load_evaluation
 from rill.telemetry.evaluations import newest as newest_evaluation
-from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
-from rill.telemetry.jsonl import read_lines
+from rill.telemetry.guards import read_findings
 from rill.telemetry.metrics import MetricRow, read_metrics
 from rill.telemetry.paired import Paired
 from rill.telemetry.paired import compare as paired_test
-from rill.telemetry.rollouts import read_rollouts, samples_of
+from rill.telemetry.rollouts import GroupRecord, read_rollouts
 from rill.telemetry.run import Run, RunStatus, list_runs
 
 REWARD, ACCURACY = "reward/mean", "eval/accuracy"
@@ -97,9 +96,9 @@ def show(run: RunName, root: Root = RUNS, as_json: AsJson = False) -> None:
         say(f"resume with: {opened.resume_command}")
     for line in curve_lines(history_of(rows)):
         say(line)
-    for finding in read_lines(opened.path / GUARDS_FILE, *FINDING_FIELDS):
-        guard = typer.style(f"step {finding['step']}: {finding['guard']}", fg="yellow")
-        say(f"guard          {guard}: {finding['seen']}. {finding['meaning']}")
+    for finding in read_findings(opened.path):
+        guard = typer.style(f"step {finding.step}: {finding.guard}", fg="yellow")
+        say(f"guard          {guard}: {finding.seen}. {finding.meaning}")
     if rows:
         say(f"step {rows[-1].step}:")
         say_table(
@@ -133,10 +132,10 @@ def rollouts(
     groups = [
         group
         for group in read_rollouts(opened)
-        if (step is None or group["version"] == step + 1)
-        and (not failed or any(said.error for said in samples_of(group)))
-        and (not prompt or group.get("prompt_id") == prompt)
-        and (not search or any(search.lower() in said.text.lower() for said in samples_of(group)))
+        if (step is None or group.version == step + 1)
+        and (not failed or any(sample.error for sample in group.samples))
+        and (not prompt or group.prompt_id == prompt)
+        and (not search or any(search.lower() in "".join(sample.tokens).lower() for sample in group.samples))
     ]
     if not groups:
         say(_none_recorded(opened, step, failed, prompt or search))
@@ -371,22 +370,22 @@ def _last(rows: list[MetricRow], name: str) -> float | None:
     return next((row.values[name] for row in reversed(rows) if name in row.values), None)
 
 
-def _group_lines(group: dict[str, Any], failed: bool) -> Iterator[str]:
-    when = f"after step {group['version'] - 1}" if group["version"] > 0 else "nothing sampled"
-    prompt = f", prompt {group['prompt_id']}" if group.get("prompt_id") else ""
-    yield typer.style(f"{group['group']}, {when}{prompt}, expected {group.get('answer')!r}", bold=True)
-    for said in samples_of(group):
-        if not said.error and failed:
+def _group_lines(group: GroupRecord, failed: bool) -> Iterator[str]:
+    when = f"after step {group.version - 1}" if group.version > 0 else "nothing sampled"
+    prompt = f", prompt {group.prompt_id}" if group.prompt_id else ""
+    yield typer.style(f"{group.group}, {when}{prompt}, expected {group.answer!r}", bold=True)
+    for sample in group.samples:
+        if not sample.error and failed:
             continue
-        reward = typer.style(f"{said.reward:6.2f}", fg="green" if said.reward > 0 else "red")
-        text = f"{typer.style(said.prompt, dim=True)}▸{said.response}".replace("\n", "\n          ")
+        reward = typer.style(f"{sample.score:6.2f}", fg="green" if sample.score > 0 else "red")
+        text = f"{typer.style(sample.prompt, dim=True)}▸{sample.response}".replace("\n", "\n          ")
         yield f"  {reward}  {text}"
-        if said.error:
-            yield f"          {typer.style(said.error, fg='red')}"
+        if sample.error:
+            yield f"          {typer.style(sample.error, fg='red')}"
 
 
 def _none_recorded(run: Run, step: int | None, failed: bool, wanted: str) -> str:
-    steps = sorted({group["version"] - 1 for group in read_rollouts(run) if group["version"] > 0})
+    steps = sorted({group.version - 1 for group in read_rollouts(run) if group.version > 0})
     if not steps:
         return f"{run.path} has recorded no rollouts (see rollout.log_groups)"
     which = (" with a failed reward" if failed else "") + (f" with {wanted!r}" if wanted else "")

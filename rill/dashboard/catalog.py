@@ -7,13 +7,13 @@ every time, so a run that starts later appears. A link that leads out of the fol
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rill.dashboard.figures import Figures, FollowedFigures
 from rill.errors import UserError
-from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
-from rill.telemetry.jsonl import read_lines
+from rill.telemetry.guards import GUARDS_FILE, Finding, read_findings
 from rill.telemetry.run import Run
 
 HEADLINES = ("eval/accuracy", "reward/mean", "sft/loss", "dpo/loss", "reward_model/loss", "eval/loss")
@@ -78,17 +78,11 @@ class Catalog:
         }
 
 
-def findings(run: Run) -> list[dict[str, Any]]:
+def findings(run: Run) -> list[Finding]:
     """What the guards found, oldest first."""
-    path = run.path / GUARDS_FILE
-    if path.is_symlink():
+    if (run.path / GUARDS_FILE).is_symlink():
         return []
-    found = []
-    for record in read_lines(path, *FINDING_FIELDS):
-        found.append({name: record[name] for name in FINDING_FIELDS})
-        if len(found) >= MAX_FINDINGS:
-            break
-    return found
+    return list(islice(read_findings(run.path), MAX_FINDINGS))
 
 
 def _started_s(folder: Path) -> float:

@@ -19,7 +19,7 @@ from rill.dashboard.figures import Figures
 from rill.dashboard.system import counter_series
 from rill.dashboard.timeline import Timeline
 from rill.telemetry.metrics import read_metrics
-from rill.telemetry.rollouts import read_rollouts, samples_of
+from rill.telemetry.rollouts import read_rollouts
 from rill.telemetry.run import Run
 from rill.telemetry.sinks.base import Account
 
@@ -79,9 +79,9 @@ def account_of(run: Run) -> Account:
     return Account(
         card=[(row["question"], row["answer"]) for row in run_card(values, run.starts(), figures)],
         rollouts=[
-            (said.version - 1, said.prompt, said.response, said.reward)
+            (group.version - 1, sample.prompt, sample.response, sample.score)
             for group in chosen
-            for said in samples_of(group)
+            for sample in group.samples
         ],
     )
 

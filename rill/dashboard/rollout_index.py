@@ -80,9 +80,10 @@ class RolloutIndexer(LogIndexer[RolloutState]):
                 record = _decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
-            prompt, said = _text_of(record)
+            prompt = record.samples[0].prompt[:MAX_TEXT_BYTES] if record.samples else ""
+            said = [sample.response[:MAX_TEXT_BYTES] for sample in record.samples]
             text = "\x00".join([prompt, *said]).lower().encode("utf-8", "replace") + b"\x00"
-            rewards = [_number(sample.reward) for sample in record.samples]
+            rewards = [sample.score for sample in record.samples]
             groups.append(
                 (
                     offset,
@@ -121,7 +122,7 @@ class RolloutIndexer(LogIndexer[RolloutState]):
             self._groups.num_rows + group,
             len(sample.sampled) - sample.sampled.count(0),
             sample.num_tokens or len(sample.tokens),
-            _number(sample.reward),
+            sample.score,
             _code(self.state.stops, sample.stop, 255),
             bool(sample.error),
         )
@@ -138,17 +139,6 @@ class RolloutIndex(LogIndex[RolloutState]):
         self.text = Table(folder / "text.bin", np.dtype("u1"), state.text_bytes)
 
 
-def _text_of(record: GroupRecord) -> tuple[str, list[str]]:
-    """The prompt, taken from the first sample, and what each sample adds to it."""
-    prompt, said = "", []
-    for i, sample in enumerate(record.samples):
-        opening = next((at for at, is_sampled in enumerate(sample.sampled) if is_sampled), len(sample.tokens))
-        if i == 0:
-            prompt = "".join(sample.tokens[:opening])
-        said.append("".join(sample.tokens[opening:])[:MAX_TEXT_BYTES])
-    return prompt[:MAX_TEXT_BYTES], said
-
-
 def _code(words: list[str], word: str, last: int = 65_535) -> int:
     """Where the word stands in the list; it is added if it is new. A full list's last place stands for all others."""
     try:
@@ -158,7 +148,3 @@ def _code(words: list[str], word: str, last: int = 65_535) -> int:
             return last
         words.append(word)
         return len(words) - 1
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

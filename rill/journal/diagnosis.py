@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from rill.journal.checkpoints import damaged_checkpoints, newest_size, step_of, whole_checkpoints
 from rill.journal.reader import LogReader
-from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
-from rill.telemetry.jsonl import read_lines
+from rill.telemetry.guards import Action, Finding, read_findings
 from rill.telemetry.metrics import MetricRow, read_metrics
 from rill.telemetry.rollouts import newest_failure
 from rill.telemetry.run import VANISHED, Run, RunStatus
@@ -103,17 +102,14 @@ def _silence(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
 
 def _guards(run: Run) -> Iterator[Diagnosis]:
     """One line for each guard that spoke: since its first finding, with its newest."""
-    found: dict[str, list[dict[str, object]]] = {}
-    for finding in read_lines(run.path / GUARDS_FILE, *FINDING_FIELDS):
-        found.setdefault(str(finding["guard"]), []).append(finding)
+    found: dict[str, list[Finding]] = {}
+    for finding in read_findings(run.path):
+        found.setdefault(finding.guard, []).append(finding)
     for name, findings in found.items():
         newest, times = findings[-1], f", {len(findings)} times" if len(findings) > 1 else ""
-        severity = Severity.BROKEN if newest["action"] == "stop" else Severity.WARNING
+        severity = Severity.BROKEN if newest.action is Action.STOP else Severity.WARNING
         yield Diagnosis(
-            severity,
-            f"guard {name}: {newest['seen']}",
-            f"step {findings[0]['step']}{times}",
-            str(newest["meaning"]),
+            severity, f"guard {name}: {newest.seen}", f"step {findings[0].step}{times}", newest.meaning
         )
 
 

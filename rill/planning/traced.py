@@ -403,5 +403,5 @@ def _group_lengths(run: Run) -> list[float]:
     return [
         float(longest)
         for group in read_rollouts(run)
-        if (longest := max((sum(sample.get("sampled", ())) for sample in group["samples"]), default=0))
+        if (longest := max((sum(sample.sampled) for sample in group.samples), default=0))
     ]

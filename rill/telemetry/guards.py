@@ -22,8 +22,8 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,7 @@ import psutil
 
 from rill.errors import ConfigError, GuardError
 from rill.registry import unknown_name_message
-from rill.telemetry.jsonl import LineFile, encode_line
+from rill.telemetry.jsonl import LineFile, encode_line, read_records
 
 GUARDS_FILE = "guards.jsonl"
 FAILING_REWARDS = "failing rewards"
@@ -73,8 +73,9 @@ class Finding:
         return f"step {self.step}: {self.guard}: {self.seen}. {self.meaning}"
 
 
-FINDING_FIELDS = tuple(field.name for field in fields(Finding))
-"""What a line of guards.jsonl holds."""
+def read_findings(run_dir: Path) -> Iterator[Finding]:
+    """What the guards of a run found, oldest first."""
+    return read_records(run_dir / GUARDS_FILE, Finding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

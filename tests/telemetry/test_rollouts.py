@@ -5,11 +5,10 @@ from typing import Any
 
 from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.rollouts import (
-    Said,
+    SampleRecord,
     latest_error,
     newest_failure,
     read_rollouts,
-    samples_of,
     then_and_now,
 )
 from rill.telemetry.run import Run
@@ -36,7 +35,7 @@ def test_groups_of_all_engines_come_in_the_order_of_their_versions(tmp_path: Pat
         a=[(1, "g0", [sample("4", 1.0)]), (3, "g4", [sample("4", 1.0)])],
         b=[(2, "g2", [sample("5", 0.0)])],
     )
-    assert [group["group"] for group in read_rollouts(run)] == ["g0", "g2", "g4"]
+    assert [group.group for group in read_rollouts(run)] == ["g0", "g2", "g4"]
 
 
 def test_then_and_now_are_typical_and_neither_the_best_nor_the_worst(tmp_path: Path) -> None:
@@ -56,7 +55,7 @@ def test_a_run_without_rollouts_has_nothing_to_tell(tmp_path: Path) -> None:
 
 
 def test_a_long_answer_loses_its_middle_and_stays_one_line() -> None:
-    said = Said(prompt="q\n", response="a" * 500 + "z", reward=0.5, version=1, error=None)
+    said = SampleRecord(tokens=["q\n", "a" * 500 + "z"], sampled=[0, 1], reward=0.5)
     assert len(said.line(60)) < 90 and said.line(60).count("…") == 1 and "z   reward 0.50" in said.line(60)
     assert "\n" not in said.line()
 
@@ -66,7 +65,7 @@ def test_the_latest_error_is_found(tmp_path: Path) -> None:
         tmp_path, a=[(1, "g0", [sample("4", 0.0, "KeyError: 'x'")]), (2, "g1", [sample("4", 1.0)])]
     )
     assert latest_error(run) == "KeyError: 'x'"
-    assert samples_of(read_rollouts(run)[1])[0].error is None
+    assert read_rollouts(run)[1].samples[0].error is None
 
 
 def test_why_a_run_has_nothing_to_learn_from_is_found_though_nothing_was_sampled(tmp_path: Path) -> None:
