@@ -22,6 +22,7 @@ import time
 from typing import Any
 
 import numpy as np
+from report import report
 
 from rill.envs.agent import Agents
 from rill.envs.base import Environment
@@ -236,14 +237,14 @@ def main() -> None:
     CollectorHold().take()  # as every worker does that plays episodes
     for kind in ("text", "chat"):
         asyncio.run(measure(kind, 20, options.turns, 32))  # templates and schemas are compiled once
-        print(json.dumps(asyncio.run(measure(kind, options.episodes, options.turns, 32))))
+        report(**asyncio.run(measure(kind, options.episodes, options.turns, 32)))
         for context in (128, 1024, 8192):
             found = asyncio.run(measure(kind, 100, options.turns, context))
             longer = asyncio.run(measure(kind, 100, 5 * options.turns, context))
             further_us = (5 * longer["cpu_us_per_turn"] - found["cpu_us_per_turn"]) / 4
-            print(json.dumps({**found, "cpu_us_per_further_turn": round(further_us, 1)}))
-    print(json.dumps(asyncio.run(measure_sessions(options.episodes, options.turns))))
-    print(json.dumps(asyncio.run(measure_sandbox())))
+            report(**found, cpu_us_per_further_turn=round(further_us, 1))
+    report(**asyncio.run(measure_sessions(options.episodes, options.turns)))
+    report(**asyncio.run(measure_sandbox()))
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ same steps with the same recipe (truncated importance weights, which are 1 at la
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from report import report
 
 from rill.config.files import load_recipe
 from rill.telemetry import trace
@@ -33,10 +34,6 @@ from rill.workflows.loop import StepReport
 
 TINY = Path(__file__).resolve().parents[1] / "recipes" / "parts" / "tiny_model.toml"
 MAX_CONTEXT = 640
-
-
-def report(**fields: Any) -> None:
-    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in fields.items()}), flush=True)
 
 
 def recipe(args: argparse.Namespace, lag: int, seed: int) -> dict[str, Any]:

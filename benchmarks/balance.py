@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import time
 from collections.abc import Callable
 from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
+from report import report
 
 from rill.training.balance import CostModel, imbalance, partition
 from rill.training.packing import plan_micro_batches
@@ -112,7 +112,7 @@ def main() -> None:
             line["holds"] = bool(
                 float(str(line["partition_ms"])) < 50 and float(str(line["imbalance"])) < 0.03
             )
-        print(json.dumps(line), flush=True)
+        report(**line)
 
 
 if __name__ == "__main__":

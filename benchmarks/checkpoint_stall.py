@@ -19,10 +19,11 @@ machine and a disk that takes a checkpoint in less than a step; else the share s
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
+
+from report import report
 
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
@@ -54,7 +55,7 @@ def main() -> None:
         steps_s: dict[int, float] = {}
         for every in EVERY[:: 1 if nth % 2 else -1]:
             found = measure(given.recipe or "demo", [*settings, f"loop.checkpoint_every={every}"], every)
-            print(json.dumps({"what": "run", "every": every, **found}), flush=True)
+            report(what="run", every=every, **found)
             steps_s[every] = found["step_s"]
             shares[every].append(found["share"])
         for every, step_s in steps_s.items():
@@ -66,8 +67,7 @@ def main() -> None:
             "high": max(shares[every]),
         }
         row["slower"] = statistics.median(slower[every])
-        told = {name: round(value, 5) for name, value in row.items()}
-        print(json.dumps({"what": "checkpoint", "every": every, **told}), flush=True)
+        report(what="checkpoint", every=every, **row)
 
 
 def measure(recipe: str, settings: list[str], every: int) -> dict[str, float]:

@@ -20,16 +20,15 @@ JSON lines:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from report import report
 
 from rill.config import Config, PartConfig
 from rill.journal.checkpoints import RunCheckpoints
@@ -61,10 +60,6 @@ NUM_TENSORS = 338
 
 ALONE = World(None, torch.device("cpu"))
 """Every rank trains by itself."""
-
-
-def report(**fields: Any) -> None:
-    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in fields.items()}), flush=True)
 
 
 class NullRollout(Worker):

@@ -10,7 +10,6 @@ Playwright the page itself is timed; else the requests that it makes. `--folder`
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import statistics
@@ -26,6 +25,7 @@ from typing import Any
 import httpx
 import msgspec
 import psutil
+from report import report
 from run_folder import make_run_folder
 
 from rill.dashboard import indexer
@@ -68,7 +68,7 @@ def main() -> None:
             time_requests(f"{address}api/run/{folder.name}")
             if CHROMIUM is not None:
                 time_page(address, folder.name)
-            say(what="memory of the server", rss_mb=round(server.memory_info().rss / 1e6, 1))
+            report(what="memory of the server", rss_mb=round(server.memory_info().rss / 1e6, 1))
 
 
 def read_whole(logs: list[Path]) -> None:
@@ -98,7 +98,7 @@ def time_requests(base: str) -> None:
         for name, path in VIEWS.items():
             asked = re.sub(r"\{([\d.]+)\}", lambda share: str(float(share[1]) * seconds), path)
             took = [_took_ms(lambda: client.get(base + asked).raise_for_status()) for _ in range(REPEATS)]  # noqa: B023
-            say(what=f"request: {name}", median_ms=_median(took), worst_ms=round(max(took), 1))
+            report(what=f"request: {name}", median_ms=_median(took), worst_ms=round(max(took), 1))
 
 
 def time_page(address: str, run: str) -> None:
@@ -112,12 +112,12 @@ def time_page(address: str, run: str) -> None:
             ("rollouts", ".sample"),
         ):
             took = [_paint_ms(browser, f"{address}#/{name}?run={run}", ready) for _ in range(3)]
-            say(what=f"first paint: {name}", median_ms=_median(took), worst_ms=round(max(took), 1))
+            report(what=f"first paint: {name}", median_ms=_median(took), worst_ms=round(max(took), 1))
         page = browser.new_page()
         page.goto(f"{address}#/timeline?run={run}")
         page.wait_for_selector(".legend .chip")
         took = [_zoom_ms(page) for _ in range(REPEATS)]
-        say(
+        report(
             what="interaction: zoom until the new view is drawn",
             median_ms=_median(took),
             worst_ms=round(max(took), 1),
@@ -152,7 +152,7 @@ def _zoom_ms(page: Any) -> float:
 
 
 def timed(what: str, act: Callable[[], Any], **facts: Any) -> None:
-    say(what=what, seconds=round(_took_ms(act) / 1000, 2), **facts)
+    report(what=what, seconds=round(_took_ms(act) / 1000, 2), **facts)
 
 
 def _took_ms(act: Callable[[], Any]) -> float:
@@ -163,10 +163,6 @@ def _took_ms(act: Callable[[], Any]) -> float:
 
 def _median(values: list[float]) -> float:
     return round(statistics.median(values), 1)
-
-
-def say(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ import venv
 from pathlib import Path
 from typing import Any
 
+from report import report
+
 SHAPE: dict[str, Any] = {
     "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 1024, "vocab_size": 4096, "max_position_embeddings": 512, "tie_word_embeddings": True,
@@ -38,10 +40,6 @@ TRL_PACKAGES = ("torch==2.13.0", "trl==1.16.0", "transformers==5.22.2")
 GROUP_SIZE, NUM_PROMPTS, MAX_TOKENS, PROMPT_TOKENS = 8, 8, 64, 16
 BETAS, MAX_NORM = (0.9, 0.95), 1.0
 TIMEOUT_S = 900
-
-
-def report(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
 
 
 def even_share(token_ids: list[int]) -> float:

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grpo_step_h200 import SHAPE, SMALL, EnoughError, recipe, report, save_random_model
+from grpo_step_h200 import EnoughError, recipe, save_random_model
+from report import report
+from shapes import QWEN_1_5B, SMALL
 
 from rill.telemetry import trace
 from rill.telemetry.run import Run
@@ -70,7 +72,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         save_random_model(
-            folder / "model", SMALL if args.small else SHAPE, "cuda" if torch.cuda.is_available() else "cpu"
+            folder / "model",
+            SMALL if args.small else QWEN_1_5B,
+            "cuda" if torch.cuda.is_available() else "cpu",
         )
         for name, workers, reward_ms in (
             ("no reward", args.workers, 0.0),

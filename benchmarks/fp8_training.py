@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from report import report
+
 from rill.dashboard.curves import draw
 from rill.telemetry.metrics import read_metrics
 
@@ -59,10 +61,7 @@ def main() -> None:
                 for key in sorted({key for row in rows for key in row.values})
             }
             accuracy = next(series[key] for key in series if key.endswith("/accuracy"))
-            print(
-                json.dumps({"recipe": args.recipe, "seed": seed, "products": what, "accuracy": accuracy}),
-                flush=True,
-            )
+            report(recipe=args.recipe, seed=seed, products=what, accuracy=accuracy)
             if seed == args.seeds[0]:
                 panels += [(f"accuracy, {what}", accuracy), (f"reward, {what}", series["reward/mean"])]
     if args.svg:

@@ -21,7 +21,6 @@ its last step is reported. --small is a smoke test on any machine.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import shutil
 import sys
@@ -32,21 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import report
+from shapes import QWEN_1_5B, SMALL
 
 from rill.telemetry import trace
 from rill.telemetry.run import Run
 from rill.workflows.grpo import GRPO
 from rill.workflows.loop import StepReport
 
-SHAPE: dict[str, Any] = {
-    "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
-    "num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936, "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-}  # fmt: skip
-SMALL: dict[str, Any] = {
-    "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
-}  # fmt: skip
 SWITCHES = ("onload", "offload")
 SYNC = "actor.sync"
 PROMPT_TOKENS = 256
@@ -54,11 +46,6 @@ PROMPT_TOKENS = 256
 
 class EnoughError(Exception):
     """The last step is reported: leave the run without its final checkpoint."""
-
-
-def report(**fields: Any) -> None:
-    rounded = {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in fields.items()}
-    print(json.dumps(rounded), flush=True)
 
 
 def save_random_model(folder: Path, shape: dict[str, Any], device: str) -> None:
@@ -135,7 +122,7 @@ def recipe(args: argparse.Namespace, model: Path) -> dict[str, Any]:
 def run(args: argparse.Namespace, folder: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     began = time.monotonic()
-    save_random_model(folder / "model", SMALL if args.small else SHAPE, device)
+    save_random_model(folder / "model", SMALL if args.small else QWEN_1_5B, device)
     report(part="model", seconds=time.monotonic() - began, device=device, torch=torch.__version__)
     config = GRPO.Config.model_validate(recipe(args, folder / "model"))
     run_folder = Run.create("grpo-step", root=folder)
@@ -244,7 +231,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     if not (args.small or torch.cuda.is_available()):
-        print(json.dumps({"skipped": "needs a CUDA device; --small runs anywhere"}))
+        report(skipped="needs a CUDA device; --small runs anywhere")
         return
     if args.small:
         args.groups, args.group_size, args.median, args.max_tokens = 8, 4, 16, 48

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from report import report
 
 SHAPES: dict[str, dict[str, Any]] = {
     "5M": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -53,10 +54,6 @@ def shape(name: str) -> dict[str, Any]:
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     }
-
-
-def report(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
 
 
 def make_prompts(args: argparse.Namespace) -> list[list[int]]:

@@ -10,7 +10,6 @@ from the bytes and operations that the work needs and the rates measured on the 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import tempfile
 import time
@@ -20,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from report import report
+from shapes import QWEN_1_5B
 
 from rill.inference.base import MemoryLevel, PauseMode, Request
 from rill.inference.native.cuda_runner import CudaRunner
@@ -27,21 +28,12 @@ from rill.inference.native.engine import NativeEngine
 from rill.models.loading import ModelConfig, load_model_config
 from rill.types import PolicyVersion, SamplingParams
 
-SHAPE: dict[str, Any] = {
-    "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
-    "num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936, "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-}  # fmt: skip
 BYTES_PER_S, FLOP_PER_S = 4.27e12, 771e12
 NUM_PARAMETERS = 1.544e9
 KV_BYTES_PER_TOKEN = 28 * 2 * 2 * 128 * 2
 
 
-def report(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
-
-
-def make_model(shape: dict[str, Any] = SHAPE) -> Any:
+def make_model(shape: dict[str, Any] = QWEN_1_5B) -> Any:
     """Drawn on the GPU: drawing 1.5 billion numbers on the host takes half a minute."""
     from transformers import AutoModelForCausalLM
 
@@ -57,7 +49,7 @@ def make_engine(model: Any = None, **options: Any) -> NativeEngine:
         "max_context": 6144,
         "kv_memory_fraction": 0.5,
     } | options
-    config = NativeEngine.Config(model=ModelConfig(shape=SHAPE), device="cuda", **options)
+    config = NativeEngine.Config(model=ModelConfig(shape=QWEN_1_5B), device="cuda", **options)
     return NativeEngine(config, model=model or make_model(), owns_model=True)
 
 
@@ -522,12 +514,12 @@ def draft_model() -> None:
     work is done as ever. How often a real model's drafts come true, random weights do not say."""
     from transformers import AutoModelForCausalLM
 
-    shape_7b = SHAPE | {
+    shape_7b = QWEN_1_5B | {
         "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944,
     }  # fmt: skip
     num_layers = 4
     for size, shape, parts in (
-        ("1.5B", SHAPE, 2.0**-12), ("1.5B", SHAPE, 2.0**-6), ("7B", shape_7b, 2.0**-12), ("7B", shape_7b, 2.0**-6)
+        ("1.5B", QWEN_1_5B, 2.0**-12), ("1.5B", QWEN_1_5B, 2.0**-6), ("7B", shape_7b, 2.0**-12), ("7B", shape_7b, 2.0**-6)
     ):  # fmt: skip
         model = make_model(shape)
         for name, parameter in model.named_parameters():

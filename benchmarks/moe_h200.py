@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from training_h200 import make_batch, make_trainer, median_s, report
+from report import report
+from training_h200 import make_batch, make_trainer, median_s
 
 from rill.inference.base import Request
 from rill.inference.native.engine import NativeEngine

@@ -67,12 +67,13 @@ SLOW = TAIL | {"median_tokens": 16, "sigma": 0.3, "max_tokens": 40, "tool_s": 0.
 
 def one_gpu(args: argparse.Namespace) -> RecipeValues:
     """The recipe of benchmarks/grpo_step_h200.py, a sixteenth of its batch; every step has the long tail."""
-    from grpo_step_h200 import SHAPE, SMALL, recipe, save_random_model
+    from grpo_step_h200 import recipe, save_random_model
+    from shapes import QWEN_1_5B, SMALL
 
     is_cuda = torch.cuda.is_available()
     model = Path(tempfile.gettempdir()) / "plan-prediction-model"
     if not model.exists():
-        save_random_model(model, SHAPE if is_cuda else SMALL, "cuda" if is_cuda else "cpu")
+        save_random_model(model, QWEN_1_5B if is_cuda else SMALL, "cuda" if is_cuda else "cpu")
     settings = argparse.Namespace(
         sequences=256, max_tokens=1024 if is_cuda else 64, median=384 if is_cuda else 16, sigma=0.7, micro=8192,
         tree_packing=False, no_compile=False, group_size=16 if is_cuda else 2, groups=16, steps=args.steps - 1,

@@ -11,11 +11,11 @@ devices, 10 steps.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from functools import cache
 
 import numpy as np
+from report import report
 
 from rill.planning.cost import Option, Pool, Problem, WorkerCost, call_seconds
 from rill.planning.fit import constant, line
@@ -107,36 +107,22 @@ def main() -> None:
     ]
     for name, posed, limit_s, has_rival in cases[:1] if is_quick else cases:
         took_s, step_s = seconds(lambda posed=posed: search(posed).step_s, 2 if is_quick else 5)
-        line_out = {
-            "benchmark": "plan_search",
-            "name": name,
-            "search_s": round(took_s, 4),
-            "step_s": round(step_s, 4),
-        }
+        told: dict[str, object] = {"search_s": took_s, "step_s": step_s}
         if limit_s is not None:
-            line_out |= {"limit_s": limit_s, "holds": took_s <= limit_s}
+            told |= {"limit_s": limit_s, "holds": took_s <= limit_s}
         if has_rival:
             rival_s, rival_step_s = seconds(lambda posed=posed: algorithm_1(posed), 1)
-            line_out |= {
-                "algorithm_1_s": round(rival_s, 3),
-                "times_faster": round(rival_s / took_s, 1),
-                "algorithm_1_step_s": round(rival_step_s, 4),
+            told |= {
+                "algorithm_1_s": rival_s,
+                "times_faster": rival_s / took_s,
+                "algorithm_1_step_s": rival_step_s,
             }
-        print(json.dumps(line_out), flush=True)
+        report(benchmark="plan_search", name=name, **told)
     large = problem(3, 1000 if is_quick else 10_000, 100_000)
     tree = search(large).tree
     took_s, step_s = seconds(lambda: simulate(large, tree, steps=10).mean_step_s, 1)
-    print(
-        json.dumps(
-            {
-                "benchmark": "plan_search",
-                "name": f"simulate {large.num_devices} devices, 10 steps",
-                "seconds": round(took_s, 3),
-                "limit_s": 30,
-                "holds": took_s <= 30,
-            }
-        )
-    )
+    name = f"simulate {large.num_devices} devices, 10 steps"
+    report(benchmark="plan_search", name=name, seconds=took_s, limit_s=30, holds=took_s <= 30)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ docs/planning.md discusses where the two agree.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import dataclass
 
 import numpy as np
+from report import report
 
 from rill.planning.cost import Option, Pool, Problem, WorkerCost
 from rill.planning.fit import constant, line
@@ -251,29 +251,24 @@ def main() -> None:
         found = {mode: best_of(problem, mode) for mode in Mode}
         best = found[Mode.AUTO]
         assert best is not None
-        print(
-            json.dumps(
-                {
-                    "benchmark": "planning_paper",
-                    "workload": name,
-                    "devices": problem.pools[0].count,
-                    "chosen": str(best.tree.mode),
-                    "plan": structure_text(best.tree),
-                    "step_s": {str(m): round(f.step_s, 1) for m, f in found.items() if f},
-                    "simulated_s": {
-                        str(m): round(simulate(problem, f.tree, steps=4).mean_step_s, 1)
-                        for m, f in found.items()
-                        if f
-                    },
-                    "devices_of": {s.nodes[0]: sum(s.devices) for s in best.tree.stages()},
-                    "stages_s": {
-                        s.nodes[0]: round(s.latency_s + (problem.graph.batch / s.chunk - 1) * s.interval_s, 1)
-                        for s in (found[Mode.SHARED] or best).tree.stages()
-                    },
-                    "paper": said,
-                }
-            ),
-            flush=True,
+        report(
+            benchmark="planning_paper",
+            workload=name,
+            devices=problem.pools[0].count,
+            chosen=str(best.tree.mode),
+            plan=structure_text(best.tree),
+            step_s={str(m): round(f.step_s, 1) for m, f in found.items() if f},
+            simulated_s={
+                str(m): round(simulate(problem, f.tree, steps=4).mean_step_s, 1)
+                for m, f in found.items()
+                if f
+            },
+            devices_of={s.nodes[0]: sum(s.devices) for s in best.tree.stages()},
+            stages_s={
+                s.nodes[0]: round(s.latency_s + (problem.graph.batch / s.chunk - 1) * s.interval_s, 1)
+                for s in (found[Mode.SHARED] or best).tree.stages()
+            },
+            paper=said,
         )
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from inference_h200 import NUM_PARAMETERS, SHAPE, ceiling_of_products, report
+from inference_h200 import NUM_PARAMETERS, ceiling_of_products
+from report import report
+from shapes import QWEN_1_5B
 
 
 def all_products() -> None:
@@ -36,7 +38,7 @@ def all_products() -> None:
                 least[name] = least_of(figures)
     least["attention"] = attention()
     layer_us = sum(us for name, us in least.items() if name != "head")
-    step_us = least["head"] + SHAPE["num_hidden_layers"] * layer_us
+    step_us = least["head"] + QWEN_1_5B["num_hidden_layers"] * layer_us
     rate = ceiling_of_products()
     seconds = 2 * NUM_PARAMETERS * 256 * 128 / (rate * 1e12) + 256 * step_us / 1e6
     report(

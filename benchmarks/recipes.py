@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from report import report
+
 from rill.dashboard.curves import write_curves
 from rill.errors import RillError
 from rill.telemetry.metrics import read_metrics
@@ -134,7 +136,7 @@ def measure(recipe: str, seed: int, args: argparse.Namespace) -> None:
     run = finished(name, args.root)
     times = {} if run is not None else train(recipe, name, seed, args)
     run = run or Run.open(name, root=args.root)
-    print(json.dumps({"recipe": recipe, "seed": seed, **figures_of(run), **times}), flush=True)
+    report(recipe=recipe, seed=seed, **figures_of(run), **times)
     if seed == 0:
         write_curves(run, args.curves / f"{recipe}.svg")
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from plan_prediction import SKIP, TAIL, resolved, run_under, start, workload
+from report import report
 
 from rill.config.files import RecipeValues, with_overrides
 from rill.planning.plan import Plan, choose
@@ -49,15 +50,11 @@ def replanner(plan: Plan, left: dict[str, Any], config: Any, run: Run) -> Replan
     return pilot
 
 
-def tell(**told: Any) -> None:
-    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in told.items()}), flush=True)
-
-
 def alone(name: str, plan: Plan, steps: int) -> float:
     with tempfile.TemporaryDirectory() as root:
         steps_s, _ = run_under(recipe(steps, 0), plan, Path(root))
     step_s = statistics.median(steps_s[SKIP:])
-    tell(run=name, plan=plan.structure, step_s=step_s, steps_s=[round(s, 2) for s in steps_s])
+    report(run=name, plan=plan.structure, step_s=step_s, steps_s=[round(s, 2) for s in steps_s])
     return step_s
 
 
@@ -73,19 +70,19 @@ def main() -> None:
     profile = measure(short, {}, devices, start=start, num_rounds=1)
     problem = problem_of(short, {}, profile, devices)
     plan, found = choose(problem, Mode.HYBRID, tried=profile.tried)
-    tell(run="hybrid", plan=plan.structure, predicted_s=plan.step_s)
+    report(run="hybrid", plan=plan.structure, predicted_s=plan.step_s)
     values = recipe(args.drift_at + args.after, args.drift_at * short.loop.prompts_per_step)
     left = {"problem": problem, "found": found, "profile": profile}
     with tempfile.TemporaryDirectory() as root:
         steps_s, run = run_under(values, plan, Path(root), functools.partial(replanner, plan, left))
         why = json.loads((run.path / "plan.json").read_text()).get("why", [])
         followed = Plan.load(run.path / "plan.toml")
-    tell(run="replans", plan=followed.structure, steps_s=[round(s, 2) for s in steps_s], why=why)
+    report(run="replans", plan=followed.structure, steps_s=[round(s, 2) for s in steps_s], why=why)
     switched = [int(line.split("after step ")[1].split(",")[0]) for line in why if "after step" in line]
     kept_s = alone("kept", plan, args.alone)
     best_s = alone("best", choose(problem, tried=profile.tried)[0], args.alone)
     moved_s = statistics.median(steps_s[switched[-1] + 1 :]) if switched else kept_s
-    tell(
+    report(
         benchmark="replan",
         kept_s=kept_s,
         best_s=best_s,

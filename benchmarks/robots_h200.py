@@ -29,7 +29,6 @@ pydantic, pyzmq, msgspec, psutil, safetensors, rich, typer and mujoco; jax and m
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -40,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from report import report
 
 from rill.config import PartConfig
 from rill.envs.robots.bank import Begin, Scenes, open_scenes, uses_device
@@ -234,8 +234,7 @@ def plan(wanted: argparse.Namespace) -> None:
 
 def tell(claim: str, wanted: argparse.Namespace, **told: Any) -> None:
     run = {"simulator": wanted.simulator, "envs": wanted.envs, "width": wanted.width, "depth": wanted.depth}
-    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in told.items()}
-    print(json.dumps({"claim": claim, **run, **rounded}), flush=True)
+    report(claim=claim, **run, **told)
 
 
 def main() -> None:

@@ -59,6 +59,7 @@ from statistics import median
 from typing import Any
 
 import psutil
+from report import report
 
 from rill.envs.gymnasium import gymnasium_library
 from rill.telemetry.run import Run
@@ -161,11 +162,6 @@ def turn(side: str, wanted: argparse.Namespace, sizes: tuple[int, int]) -> dict[
     }
 
 
-def tell(**told: Any) -> None:
-    rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()}
-    print(json.dumps(rounded), flush=True)
-
-
 def sizes_of(name: str) -> tuple[int, int]:
     """Numbers of a state and of an action."""
     env = gymnasium_library().make(name)
@@ -204,15 +200,15 @@ def main() -> None:
     for number in range(wanted.rounds):
         for side in sides if number % 2 == 0 else sides[::-1]:
             rows[side].append(turn(side, wanted, sizes))
-            tell(round=number, side=side, load=os.getloadavg()[0], **rows[side][-1])
+            report(round=number, side=side, load=os.getloadavg()[0], **rows[side][-1])
     medians = {side: {name: median(row[name] for row in of) for name in FIGURES} for side, of in rows.items()}
     for side, figures in medians.items():
-        tell(median_of=wanted.rounds, side=side, id=wanted.id, envs=wanted.envs, **figures)
+        report(median_of=wanted.rounds, side=side, id=wanted.id, envs=wanted.envs, **figures)
     if len(sides) == 2:
         pairs = [*zip(*rows.values(), strict=True)]
         for name in FIGURES:
             ratios = sorted(ours[name] / theirs[name] for ours, theirs in pairs)
-            tell(ratio=f"rill / RLinf, {name}", median=median(ratios), low=ratios[0], high=ratios[-1])
+            report(ratio=f"rill / RLinf, {name}", median=median(ratios), low=ratios[0], high=ratios[-1])
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ HTTP, JSON and text cost an isolated engine nothing as long as they need less ti
 `server_us_per_token` (CPU time of the serving process) against `engine_us_per_token`. `--threads` are the engine's; the
 server needs a core besides. `client_busy` near 1 means that the clients were measured.
 
-`--instant` puts an engine in its place that needs no time: what is left is the server's own cost.
+server_cpu.py measures the server's own cost, without an engine and without sockets.
 
     python benchmarks/server.py --isolate                                CPU, tiny model, 256 requests, 64 in flight
     python benchmarks/server.py --requests 64 --isolate                  64 at once: with the start and the end of it
-    python benchmarks/server.py --requests 256 --in-flight 256 --prompt 128 --tokens 256 --instant
     python benchmarks/server.py --isolate --shape qwen2.5-1.5b --device cuda --clients 4 --requests 1024 \\
         --in-flight 256 --prompt 128 --tokens 256                         one GPU
 """
@@ -38,7 +37,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.pool import Pool
@@ -48,26 +47,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+from report import report
+from shapes import QWEN_1_5B
 
-from rill.inference.base import Completion, Delta, Engine, EngineStats, Feature, Request
+from rill.inference.base import Completion, Engine, Request
 from rill.inference.native.engine import NativeEngine
 from rill.inference.server import ServerConfig, create_app
 from rill.inference.server.router import Router
 from rill.inference.server.run import serve
 from rill.models.loading import ModelConfig, load_model_config, load_tokenizer
-from rill.types import PolicyVersion, SamplingParams, StopReason
+from rill.types import SamplingParams
 
 TINY = {
     "model_type": "qwen2", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096, "eos_token_id": 2,
 }  # fmt: skip
 
-QWEN_1_5B = {
-    "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
-    "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-    "tie_word_embeddings": True, "eos_token_id": 151643,
-}  # fmt: skip
-SHAPES = {"tiny": TINY, "qwen2.5-1.5b": QWEN_1_5B}
+SHAPES = {"tiny": TINY, "qwen2.5-1.5b": QWEN_1_5B | {"eos_token_id": 151643}}
 WAYS = ("tokens", "completions", "stream")
 START_TIMEOUT_S = 300.0
 ROUND_TIMEOUT_S = 300.0
@@ -93,8 +89,8 @@ def main() -> None:
             kv_memory_fraction=0.2,
         )
         prompts = np.random.default_rng(0).integers(8, 4000, size=(args.requests, args.prompt)).tolist()
-        alone = _Peer(_engine_main, settings, args.instant)
-        served = _Peer(_server_main, settings, args.instant, args.isolate)
+        alone = _Peer(_engine_main, settings)
+        served = _Peer(_server_main, settings, args.isolate)
         with alone, served, SPAWN.Pool(args.clients) as clients:
             alone.ready()
             served.ready()
@@ -171,9 +167,9 @@ def _questions(connection: Connection) -> Any:
             return
 
 
-def _engine_main(connection: Connection, settings: NativeEngine.Config, is_instant: bool) -> None:
+def _engine_main(connection: Connection, settings: NativeEngine.Config) -> None:
     """Question: (prompts, number of new tokens, how many are open at a time). Answer: tokens per second."""
-    engine: Engine = InstantEngine() if is_instant else NativeEngine(settings)  # type: ignore[assignment]
+    engine = NativeEngine(settings)
     connection.send(None)
     for prompts, num_tokens, in_flight in _questions(connection):
         sampling = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
@@ -197,11 +193,9 @@ def _make_room(room: threading.Semaphore, _: Future[Completion]) -> None:
     room.release()
 
 
-def _server_main(
-    connection: Connection, settings: NativeEngine.Config, is_instant: bool, is_isolated: bool
-) -> None:
+def _server_main(connection: Connection, settings: NativeEngine.Config, is_isolated: bool) -> None:
     """Answers any question with the CPU seconds so far, by thread and together; those of an engine not counted."""
-    engine = _served_engine(settings, is_instant, is_isolated)
+    engine: Engine = Router(settings) if is_isolated else NativeEngine(settings)
     config = ServerConfig(port=0, model_name="bench")
     app = create_app(engine, load_tokenizer(settings.model), config)
 
@@ -219,12 +213,6 @@ def _server_main(
         serve(app, config, on_started=started)
     finally:
         engine.close()
-
-
-def _served_engine(settings: NativeEngine.Config, is_instant: bool, is_isolated: bool) -> Engine:
-    if is_instant:
-        return InstantEngine()  # type: ignore[return-value]
-    return Router(settings) if is_isolated else NativeEngine(settings)
 
 
 def _thread_seconds() -> dict[str, float]:
@@ -363,8 +351,8 @@ def _report(
         "benchmark": "server",
         "way": way,
         "tokens_per_s": round(statistics.median(rates), 1),
-        "ratio_to_engine": None if args.instant else round(statistics.median(ratios), 3),
-        "ratios": None if args.instant else [round(ratio, 3) for ratio in ratios],
+        "ratio_to_engine": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
         "engine_us_per_token": round(1e6 / statistics.median(own), 2),
     }
     if loads:
@@ -377,64 +365,11 @@ def _report(
             "server_threads": {n: s for n, s in loads[-1].thread_shares.items() if s >= 0.005},
         }
     options = ("isolate", "device", "threads", "clients", "requests", "in_flight", "prompt", "tokens")
-    print(json.dumps(line | {name: vars(args)[name] for name in options}), flush=True)
+    report(**line, **{name: vars(args)[name] for name in options})
 
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-class InstantEngine:
-    """Has every token at once, and tells of them one by one where somebody streams."""
-
-    features = frozenset({Feature.STREAM})
-    version = PolicyVersion(0)
-    max_context = 4096
-    vocab_size = 4096
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1)
-
-    def submit(
-        self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
-    ) -> list[Future[Completion]]:
-        return [self._pool.submit(self._answer, request, on_delta) for request in requests]
-
-    def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
-        return [future.result(timeout_s) for future in self.submit(requests)]
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Nothing is ever under way for long."""
-
-    def stats(self) -> EngineStats:
-        return EngineStats()
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def _answer(self, request: Request, on_delta: Callable[[Delta], None] | None) -> Completion:
-        length = request.sampling.max_new_tokens
-        ids = (np.arange(length) % 90 + 8).astype(np.int32)
-        logprobs = np.linspace(-3.0, -0.1, length).astype(np.float32)
-        versions = np.zeros(length, np.int32)
-        for i in range(length if on_delta is not None else 0):
-            part = slice(i, i + 1)
-            assert on_delta is not None
-            on_delta(
-                Delta(
-                    request_id=request.id,
-                    token_ids=ids[part],
-                    logprobs=logprobs[part],
-                    versions=versions[part],
-                )
-            )
-        return Completion(
-            request_id=request.id,
-            token_ids=ids,
-            logprobs=logprobs,
-            versions=versions,
-            stop_reason=StopReason.LENGTH,
-        )
 
 
 def _arguments() -> argparse.Namespace:
@@ -445,7 +380,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--device", default="cpu", help="of the engines: cpu or cuda")
     parser.add_argument("--isolate", action="store_true", help="the engine in a process of its own")
-    parser.add_argument("--instant", action="store_true", help="an engine that needs no time")
     parser.add_argument("--clients", type=int, default=1, help="processes that send requests")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--in-flight", type=int, default=64, help="requests open at one time")

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from report import report
 
 from rill.inference.base import Completion, Delta, EngineStats, Feature, Request
 from rill.inference.server import ServerConfig, create_app
@@ -121,8 +122,8 @@ async def measure(args: argparse.Namespace) -> None:
                 for _ in range(args.requests):
                     await answered(app, path, content)
                 rounds.append((time.thread_time() - start) / args.requests * 1e6)
-        line = {"benchmark": "server_cpu", "way": way, "us_per_request": round(min(rounds[1:]), 1)}
-        print(json.dumps(line | {"tokens": args.tokens, "prompt": args.prompt}), flush=True)
+        sizes = {"tokens": args.tokens, "prompt": args.prompt}
+        report(benchmark="server_cpu", way=way, us_per_request=min(rounds[1:]), **sizes)
         if args.profile == way:
             pstats.Stats(profile).sort_stats("tottime").print_stats(30)
 

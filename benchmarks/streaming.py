@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from async_vs_sync import busy, pieces, recipe, report
+from async_vs_sync import busy, pieces, recipe
+from report import report
 
 from rill.telemetry import trace
 from rill.telemetry.run import Run

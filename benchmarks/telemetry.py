@@ -7,11 +7,12 @@ a trace is exported. Rates are of bursts as hot paths make them, with pauses in 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from report import report
 
 from rill.telemetry import trace
 from rill.telemetry.metrics import MetricLog
@@ -37,36 +38,29 @@ def span() -> None:
         pass
 
 
-def report(name: str, value: float, unit: str) -> None:
-    print(
-        json.dumps({"benchmark": "telemetry", "name": name, "value": round(value, 1), "unit": unit}),
-        flush=True,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run, whose figures mean little")
     rounds, calls = (3, 200) if parser.parse_args().quick else (40, 2000)
-    report("span, tracing off", nanoseconds(span, calls=calls, rounds=rounds), "ns")
+
+    def tell(name: str, call: Callable[[], object], pause_s: float = 0.0) -> None:
+        value = nanoseconds(call, calls=calls, rounds=rounds, pause_s=pause_s)
+        report(benchmark="telemetry", name=name, value=value, unit="ns")
+
+    tell("span, tracing off", span)
     with tempfile.TemporaryDirectory() as folder:
         trace.configure(folder, "bench")
-        pause_s = trace.FLUSH_S / 5
-        report("span", nanoseconds(span, calls=calls, rounds=rounds, pause_s=pause_s), "ns")
-        counter = nanoseconds(lambda: trace.counter("queue", 3), calls=calls, rounds=rounds, pause_s=pause_s)
-        report("counter", counter, "ns")
+        tell("span", span, trace.FLUSH_S / 5)
+        tell("counter", lambda: trace.counter("queue", 3), trace.FLUSH_S / 5)
         trace.shutdown()
-        log = MetricLog(folder)
         values = {f"figure/{index}": float(index) for index in range(40)}
-        report(
-            "MetricLog.write, 40 figures",
-            nanoseconds(lambda: log.write(1, values), calls=200, rounds=5),
-            "ns",
-        )
-        log.close()
+        rounds, calls = 5, 200
+        with MetricLog(folder) as log:
+            tell("MetricLog.write, 40 figures", lambda: log.write(1, values))
         start_s = time.perf_counter()
         num_events = trace.export_chrome(folder, Path(folder) / "chrome.json")
-        report("export_chrome", num_events / (time.perf_counter() - start_s), "events/s")
+        rate = num_events / (time.perf_counter() - start_s)
+        report(benchmark="telemetry", name="export_chrome", value=rate, unit="events/s")
 
 
 if __name__ == "__main__":

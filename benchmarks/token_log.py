@@ -24,7 +24,6 @@ layers, with which the engine is as fast as it can be and the log's share an upp
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -36,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from report import report
+from shapes import QWEN_1_5B
 
 from rill.inference.base import Completion, Request
 from rill.inference.native.engine import NativeEngine
@@ -58,17 +59,6 @@ TINY = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-QWEN_1_5B = {
-    **TINY,
-    "hidden_size": 1536,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "intermediate_size": 8960,
-    "vocab_size": 151936,
-    "rope_theta": 1e6,
-}
-
 NUM_RECOVERIES = 3
 
 
@@ -84,7 +74,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--in-flight", type=int, default=1000)
     given = parser.parse_args()
-    shape = TINY if given.device == "cpu" else QWEN_1_5B
+    shape = TINY if given.device == "cpu" else QWEN_1_5B | {"rope_theta": 1e6}
     model = ModelConfig(path=given.model) if given.model else ModelConfig(shape=shape)
     engine = NativeEngine(NativeEngine.Config(model=model, device=given.device))
     rng = np.random.default_rng(0)
@@ -117,22 +107,20 @@ def main() -> None:
                 assert all(len(each.token_ids) == given.tokens for each in done)
             if repeat >= 0:
                 pairs.append(pair)
-                print(
-                    json.dumps({"what": "pair", **{key: round(s, 3) for key, s in pair.items()}}), flush=True
-                )
+                report(what="pair", **pair)
         log.close()
         num_tokens = given.requests * given.tokens * (given.repeats + 1)
         num_bytes = sum(path.stat().st_size for path in segments(Path(folder) / FOLDER))
     for of, suffix in (("wall", "s"), ("cpu", "cpu_s")):
         shares = [pair[f"on_{suffix}"] / pair[f"off_{suffix}"] - 1 for pair in pairs]
-        print(json.dumps({"what": "cost", "of": of, **median_with_interval(shares)}))
+        report(what="cost", of=of, **median_with_interval(shares))
     shares = [pair["own_s"] / (pair["on_cpu_s"] - pair["own_s"]) for pair in pairs]
-    print(json.dumps({"what": "cost", "of": "own", **median_with_interval(shares)}))
+    report(what="cost", of="own", **median_with_interval(shares))
     rates = {way: statistics.median(pair[f"{way}_s"] for pair in pairs) for way in ("off", "on")}
     sampled = given.requests * given.tokens
-    print(json.dumps({"what": "rate", **{way: round(sampled / seconds) for way, seconds in rates.items()}}))
-    print(json.dumps({"what": "bytes", "per_token": round(num_bytes / num_tokens, 2)}))
-    print(json.dumps(recovery(gate, requests, given.in_flight, given.tokens)), flush=True)
+    report(what="rate", **{way: round(sampled / seconds) for way, seconds in rates.items()})
+    report(what="bytes", per_token=num_bytes / num_tokens)
+    report(**recovery(gate, requests, given.in_flight, given.tokens))
     engine.close()
 
 

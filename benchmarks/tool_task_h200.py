@@ -13,13 +13,13 @@ machine.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from report import report
 
 from rill.config.files import load_recipe
 from rill.data.tasks.vault import look_up
@@ -133,16 +133,13 @@ def main() -> None:
     if args.small:
         args.steps, args.prompts, args.group_size, args.held_out = 1, 2, 2, 2
     elif not torch.cuda.is_available():
-        print(json.dumps({"skipped": "needs a CUDA device; --small runs anywhere"}))
+        report(skipped="needs a CUDA device; --small runs anywhere")
         return
     began_s = time.monotonic()
 
     def observe(step: StepReport) -> None:
         found = {name: round(step.metrics[name], 4) for name in METRICS if name in step.metrics}
-        print(
-            json.dumps({"step": step.step, "wall_s": round(time.monotonic() - began_s, 1), **found}),
-            flush=True,
-        )
+        report(step=step.step, wall_s=round(time.monotonic() - began_s, 1), **found)
 
     GRPO(
         GRPO.Config.model_validate(settings_of(args)), Run.create("tool-task", root=args.root), [observe]

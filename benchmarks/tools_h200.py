@@ -33,9 +33,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from grpo_step_h200 import SHAPE, SMALL, EnoughError, recipe, report, save_random_model
+from grpo_step_h200 import EnoughError, recipe, save_random_model
 from longtail import number_of
 from pydantic import Field
+from report import report
+from shapes import QWEN_1_5B, SMALL
 
 from rill.envs.agent import Agents
 from rill.envs.base import Environment
@@ -187,13 +189,13 @@ def main() -> None:
     if args.small:
         args.episodes, args.workers = 16, 1
     elif not torch.cuda.is_available():
-        print(json.dumps({"skipped": "needs a CUDA device; --small runs anywhere"}))
+        report(skipped="needs a CUDA device; --small runs anywhere")
         return
     sys.path.insert(0, str(Path(__file__).parent))  # for the environment, in workers too
     with tempfile.TemporaryDirectory(prefix="tools-") as scratch:
         folder = Path(scratch)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        save_random_model(folder / "model", SMALL if args.small else SHAPE, device)
+        save_random_model(folder / "model", SMALL if args.small else QWEN_1_5B, device)
         instant = measure(args, folder, 0.0)
         report(tool_ms=0.0, episodes=args.episodes, **instant)
         slow = measure(args, folder, args.tool_ms / 1e3)

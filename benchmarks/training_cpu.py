@@ -39,14 +39,11 @@ from end_to_end import (
     trl_python,
     write_inputs,
 )
+from report import report
 
 NUM_TOKENS = GROUP_SIZE * NUM_PROMPTS * (PROMPT_TOKENS + MAX_TOKENS)
 GOAL = 2.0
 TIMEOUT_S = 600
-
-
-def report(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
 
 
 def make_batch() -> tuple[Any, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import time
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from report import report
+from shapes import QWEN_1_5B
 
 from rill.algorithms import Algorithm, AlgorithmConfig
 from rill.models.loading import ModelConfig, load_model_config
@@ -27,20 +28,10 @@ from rill.training.module import PackedModule, PolicyModule
 from rill.training.policy import PolicyTrainer
 from rill.types import Sample, Trajectory
 
-SHAPE: dict[str, Any] = {
-    "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
-    "num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936, "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-}  # fmt: skip
-SMALL: dict[str, Any] = {
-    "model_type": "qwen2", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1024, "tie_word_embeddings": True,
+SMALL: dict[str, Any] = QWEN_1_5B | {
+    "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512, "vocab_size": 1024,
 }  # fmt: skip
 PEAK_FLOP_PER_S = 990e12
-
-
-def report(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
 
 
 class QuickTrainer(PolicyTrainer):
@@ -363,7 +354,7 @@ def run(
         check_correct(device)
     if "optimizer" in only and device == "cuda":
         check_optimizer(device)
-    shape = SMALL if is_small else SHAPE
+    shape = SMALL if is_small else QWEN_1_5B
     batches = [make_batch(batch_tokens, shape["vocab_size"], seed) for seed in range(4)]
     if not only - {"correct", "optimizer"}:
         return
@@ -456,7 +447,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     if not (args.small or torch.cuda.is_available()):
-        print(json.dumps({"skipped": "needs a CUDA device; --small runs anywhere"}))
+        report(skipped="needs a CUDA device; --small runs anywhere")
         return
     run(
         set(args.only.split(",")),

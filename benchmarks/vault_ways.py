@@ -20,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 
+from report import report
+
 from rill.data.tasks.vault import CLOSE, VaultDataset
 from rill.telemetry.metrics import read_metrics
 
@@ -114,7 +116,7 @@ def main() -> None:
     changes = ways(args.root, num_questions=32 * args.steps)
     train("warm_up", args, "sft_arithmetic", "data.type=vault", "data.worked=0.3")
     for way in args.ways:
-        print(json.dumps(measure(way, changes[way], args)), flush=True)
+        report(**measure(way, changes[way], args))
 
 
 if __name__ == "__main__":

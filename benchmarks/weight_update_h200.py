@@ -1,6 +1,6 @@
 """All parameters of a 1.5B model from a trainer's process into an engine's, both on one GPU, by CUDA IPC.
 
-    python -m benchmarks.weight_update_h200 [--repeats 6] [--verify full sampled off]
+    python benchmarks/weight_update_h200.py [--repeats 6] [--verify full sampled off]
 
 One update is: gather and check on the publisher's side, manifest through a pipe, verify on the engine's side, copy into
 its parameters, empty its cache; the clock runs in the publisher from the first to the engine's answer. Between two
@@ -11,15 +11,15 @@ setting: the first update (handles are made and mapped) and the median of the ot
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import time
 from statistics import median
 from typing import Any
 
 import torch
+from inference_h200 import make_engine, make_model, random_prompts, requests
+from report import report
 
-from benchmarks.inference_h200 import make_engine, make_model, random_prompts, requests
 from rill.types import PolicyVersion
 from rill.weights.base import open_publisher, open_receiver
 from rill.weights.cuda_ipc import CudaIpcTransport
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--verify", nargs="*", default=["full", "sampled", "off"])
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print(json.dumps({"skipped": "needs a CUDA device"}))
+        report(skipped="needs a CUDA device")
         return
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(
@@ -118,7 +118,7 @@ def main() -> None:
     count = arguments.repeats + 1
     for index, verify in enumerate(arguments.verify):
         versions = range(1 + index * count, 1 + (index + 1) * count)
-        print(json.dumps(measure(verify, weights, here, versions)), flush=True)
+        report(**measure(verify, weights, here, versions))
     process.join(timeout=60)
 
 
