@@ -142,7 +142,7 @@ def _drive(
 ) -> tuple[Progress, Sequence[Finding]]:
     trace.configure(run.path, "driver")
     told = RunInfo(name=run.name, id=run.id, directory=run.path, config=config.model_dump())
-    sinks = build_sinks(config.sinks, told)
+    sinks = build_sinks(config.sinks, told, say)
     metrics = MetricLog(run.path, sinks)
     checkpoints = whole_checkpoints(run)
     if checkpoints or has_something_to_keep(run):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rill.config import PartConfig
 from rill.errors import MissingExtraError
 from rill.telemetry.metrics import MetricLog
 from rill.telemetry.run import Run
@@ -30,6 +31,22 @@ def test_a_missing_library_gives_the_install_line(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
     with pytest.raises(MissingExtraError, match=r'pip install "rill\[trackers\]"'):
         build_sinks([sink.Config()], info(tmp_path))
+
+
+class Away:
+    """A tracker that cannot be reached."""
+
+    class Config(PartConfig):
+        type: str = f"{__name__}:Away"
+
+    def __init__(self, config: Config, run: RunInfo) -> None:
+        raise ConnectionError("no route to the tracker")
+
+
+def test_a_tracker_that_is_away_when_a_run_begins_does_not_end_it(tmp_path: Path) -> None:
+    told: list[str] = []
+    assert build_sinks([Away.Config()], info(tmp_path), told.append) == []
+    assert len(told) == 1 and "without the sink" in told[0] and "no route to the tracker" in told[0]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")

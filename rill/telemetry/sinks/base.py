@@ -7,13 +7,17 @@ a second run of one name is a second run there, and a resumed run goes on in its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from rill.config import PartConfig
+from rill.errors import RillError
 from rill.registry import Registry
+
+_log = logging.getLogger(__name__)
 
 SINKS = Registry(
     "sink",
@@ -70,6 +74,18 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def build_sinks(configs: Sequence[PartConfig], run: RunInfo) -> list[Sink]:
-    """The configured sinks, in order. Raises MissingExtraError where a library is absent."""
-    return [SINKS.load(config.type)(config, run) for config in configs]
+def build_sinks(
+    configs: Sequence[PartConfig], run: RunInfo, tell: Callable[[str], None] = _log.warning
+) -> list[Sink]:
+    """The configured sinks, in order. Raises MissingExtraError where a library is absent; one that cannot be begun
+    otherwise, because its tracker is away, is told of and left out."""
+    sinks = []
+    for config in configs:
+        kind = SINKS.load(config.type)
+        try:
+            sinks.append(kind(config, run))
+        except RillError:
+            raise
+        except Exception as error:  # noqa: BLE001 - boundary: third-party trackers raise anything
+            tell(f"warning: the run goes on without the sink {config.type}, which cannot begin: {error}")
+    return sinks
