@@ -58,7 +58,11 @@ def configure(run_dir: Path | str, process: str) -> None:
     """Start tracing in this process, into `<run_dir>/trace/<process>.jsonl`. A second call replaces the first."""
     global _tracer
     shutdown()
-    _tracer = _Tracer(Path(run_dir) / TRACE_FOLDER, process)
+    try:
+        _tracer = _Tracer(Path(run_dir) / TRACE_FOLDER, process)
+    except OSError as error:
+        _log.warning("%s is not traced: %s", process, error)
+        return
     # Children of multiprocessing end with os._exit and run these finalizers in place of atexit's.
     multiprocessing_util.Finalize(None, flush, exitpriority=100)
 

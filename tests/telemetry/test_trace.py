@@ -180,6 +180,10 @@ def test_a_full_disk_stops_the_trace_and_not_the_run(
         trace.instant("event")
         trace.flush()
     assert caplog.text.count("tracing stops") == 1
+    trace.configure(tmp_path, "a worker that starts on it")
+    assert not trace.is_configured() and "a worker that starts on it is not traced" in caplog.text
+    with trace.span("work"):
+        pass
 
 
 class Moody:
