@@ -66,11 +66,16 @@ def evaluate(
         if run is not None and own is not None:
             steps = [row.step for row in read_metrics(run.path)]
             transcripts = (run.path, f"eval-{own.stem}", max([0, *steps]) + 1)
-        answers = score(
-            config,
-            lambda done, total: progress.update(task_id, completed=done, total=total),
-            transcripts=transcripts,
-        )
+        try:
+            answers = score(
+                config,
+                lambda done, total: progress.update(task_id, completed=done, total=total),
+                transcripts=transcripts,
+            )
+        except BaseException:
+            if own is not None:
+                own.unlink()
+            raise
     metrics: dict[str, float] = {}
     for name, rows in rewards_of(answers).items():
         metrics |= summarise_rewards(list(rows.values()), name)

@@ -9,10 +9,12 @@ Written by `rill eval`, read by `rill runs compare`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,8 +86,16 @@ def costs_of(answers: Sequence[Answer], name: str) -> dict[str, Estimate]:
 
 
 def next_path(run: Run) -> Path:
-    numbers = [int(path.stem) for path in (run.path / FOLDER).glob("*.jsonl") if path.stem.isdigit()]
-    return run.path / FOLDER / f"{max(numbers, default=0) + 1:04d}.jsonl"
+    """A file of its own for an evaluation that begins, empty until it has ended: others may be under way."""
+    folder = run.path / FOLDER
+    folder.mkdir(exist_ok=True)
+    first = max((int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit()), default=0) + 1
+    for number in itertools.count(first):
+        path = folder / f"{number:04d}.jsonl"
+        with suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            return path
+    raise AssertionError("numbers do not end")
 
 
 def save(
@@ -112,5 +122,6 @@ def load(path: Path) -> Evaluation:
 
 def newest(run: Run) -> Evaluation | None:
     """None: it was never evaluated by `rill eval`."""
-    found = sorted(path for path in (run.path / FOLDER).glob("*.jsonl") if path.stem.isdigit())
+    files = (run.path / FOLDER).glob("*.jsonl")
+    found = sorted(path for path in files if path.stem.isdigit() and path.stat().st_size)
     return load(found[-1]) if found else None
