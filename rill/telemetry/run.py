@@ -353,11 +353,15 @@ def describe_environment(argv: Sequence[str]) -> dict[str, Any]:
 def write_atomically(path: Path, text: str) -> None:
     """A reader sees the old content or the new, never a part, whatever happens to this process."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)  # on a full disk it would be in the way of what is tried next
+        raise
 
 
 def sync(path: Path) -> None:

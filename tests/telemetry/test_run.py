@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rill.errors import JournalError, UserError
-from rill.telemetry.run import Run, RunState, RunStatus, list_runs
+from rill.telemetry.run import Run, RunState, RunStatus, list_runs, write_atomically
 
 
 def test_a_run_folder_holds_config_environment_and_status(tmp_path: Path) -> None:
@@ -138,6 +138,20 @@ def test_what_ends_a_run_is_told_where_there_is_no_room_to_write_it_down(
         monkeypatch.setattr("rill.telemetry.run.write_atomically", full)
         raise JournalError("the token log cannot be written")
     assert Run.open("demo", root=tmp_path).state().status is RunStatus.INTERRUPTED
+
+
+def test_what_could_not_be_written_leaves_the_old_and_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_atomically(tmp_path / "status.json", "old")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "status.json", "new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"status.json": "old"}
 
 
 def test_an_unknown_run_suggests_the_nearest(tmp_path: Path) -> None:
