@@ -131,10 +131,17 @@ def keep_up_to_date(list_runs: Callable[[], list[Path]], parent_pid: int) -> Non
     def is_wanted() -> bool:
         return os.getppid() == parent_pid
 
+    told = ""
     while is_wanted():
         began_s = time.monotonic()
         for run in list_runs():
-            indexers.setdefault(run, RunIndexer(run)).update(is_wanted)
+            try:
+                indexers.setdefault(run, RunIndexer(run)).update(is_wanted)
+            except (
+                OSError
+            ) as error:  # a full disk, or a run that was removed meanwhile: the others are indexed
+                if told != (told := f"{run} cannot be indexed: {error}"):
+                    _log.warning(told)
         time.sleep(max(0.2, PAUSE_S - (time.monotonic() - began_s)))
 
 

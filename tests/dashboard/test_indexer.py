@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import threading
 import time
@@ -52,6 +53,25 @@ def test_a_log_that_cannot_be_read_costs_itself_only(tmp_path: Path, monkeypatch
     monkeypatch.setitem(indexer.INDEXERS, indexer.TRACE, refuse)
     RunIndexer(run.path).update()
     assert [index.log.stem for index in indexer.trace_indexes(run.path)] == ["rollout[0]#0"]
+
+
+def test_a_run_that_cannot_be_indexed_costs_itself_only_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = small_run(tmp_path, "bad"), small_run(tmp_path, "good")
+    folder_of, rounds = indexer.index_folder, iter([[bad.path, good.path]] * 3)
+
+    def full(run: Path) -> Path:
+        if run == bad.path:
+            raise OSError(28, "No space left on device")
+        return folder_of(run)
+
+    monkeypatch.setattr(indexer, "index_folder", full)
+    monkeypatch.setattr(indexer, "PAUSE_S", 0.0)
+    with pytest.raises(StopIteration):
+        indexer.keep_up_to_date(lambda: next(rounds), os.getppid())
+    assert progress(good.path) == 1.0
+    assert caplog.text.count("No space left") == 1
 
 
 def test_times_that_cannot_be_are_passed_over(tmp_path: Path) -> None:
