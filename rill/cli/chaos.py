@@ -103,10 +103,15 @@ def chaos(
       rill chaos demo loop.steps=200 --faults 300 --seed 7
       rill chaos demo --kinds kill,stop --root /mnt/small-tmpfs
     """
-    chosen = [kind for kind in (kinds.split(",") if kinds else KINDS) if kind != "disk" or _is_small(root)]
-    for kind in chosen:
+    named = kinds.split(",") if kinds else []
+    for kind in named:
         if kind not in KINDS:
             raise UserError(f"kind {kind!r}: there are {', '.join(KINDS)}")
+    if "disk" in named and not _is_small(root):
+        raise UserError(
+            f"kind 'disk' fills one of at most 1 GiB, and {root} is on a larger: name a --root on such"
+        )
+    chosen = named or [kind for kind in KINDS if kind != "disk" or _is_small(root)]
     changes = [*(overrides or []), *SETTINGS]
     _, config = load_and_resolve(recipe, overrides)
     from rill.workflows.rl_config import RLConfig

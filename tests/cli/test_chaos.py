@@ -67,9 +67,14 @@ def test_a_group_in_two_batches_a_missing_answer_and_a_tool_run_twice_are_named(
     assert _first(_tools(good)) == "tool/policy/1/1 of g00000001/0 has two results"
 
 
-def test_a_kind_of_fault_that_there_is_not_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_a_kind_of_fault_that_there_is_not_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = CliRunner().invoke(app, ["chaos", RECIPE, "--kinds", "flood", "--root", str(tmp_path)])
     assert result.exit_code == 2 and "kill, stop, slow" in result.output and not list(tmp_path.iterdir())
+    monkeypatch.setattr("rill.cli.chaos.SMALL_DISK_BYTES", 0)
+    result = CliRunner().invoke(app, ["chaos", RECIPE, "--kinds", "disk", "--root", str(tmp_path)])
+    assert (result.exit_code, "on a larger" in result.output) == (2, True)
     result = CliRunner().invoke(app, ["chaos", "tests/e2e/tiny_sft.toml", "--root", str(tmp_path)])
     assert result.exit_code == 2 and "keeps no token log" in result.output and not list(tmp_path.iterdir())
 
