@@ -37,6 +37,8 @@ def who_waits(message: str) -> str:
         return explain(current(), message)
     except RunError:
         return f"{message} (no cluster is running yet)"
+    except OSError as error:  # the report could not be written
+        return f"{message} (who waits for whom cannot be told: {error})"
 
 
 class StallWatch:

@@ -82,4 +82,11 @@ def test_the_watch_speaks_by_itself_and_ends_with_the_run(
         while not said:
             time.sleep(0.005)
     assert "no cluster is running yet" in said[0]
+
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(stall, "current", lambda: None)
+    monkeypatch.setattr(stall, "explain", full)
+    assert "No space left" in stall.who_waits("no step has ended")
     assert not watch._thread.is_alive()
