@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from report import report
 
 from rill.dashboard.curves import write_curves
 from rill.errors import RillError
-from rill.telemetry.metrics import read_metrics
+from rill.telemetry.metrics import accuracies, read_metrics
 from rill.telemetry.run import Run, RunStatus
 
 TINY = (
@@ -123,8 +122,8 @@ def train(recipe: str, name: str, seed: int, args: argparse.Namespace) -> dict[s
 def figures_of(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = read_metrics(run.path)
-    sets = sorted({name for row in rows for name in row.values if re.fullmatch(r"eval/[^/]+/accuracy", name)})
-    for name in ("eval/accuracy", *sets, "reward/mean", "length/response", "sft/loss", "eval/loss"):
+    measured = accuracies(name for row in rows for name in row.values)
+    for name in (*measured, "reward/mean", "length/response", "sft/loss", "eval/loss"):
         values = [row.values[name] for row in rows if name in row.values]
         if values:
             found[name] = [round(values[0], 4), round(values[-1], 4)]

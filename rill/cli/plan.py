@@ -3,8 +3,9 @@ train` means: `choose`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -193,17 +194,18 @@ def of_recipe(
     return Question(problem=problem, profile=used, notes=notes)
 
 
-def choose(plan: str, values: RecipeValues, *, root: Path) -> Chosen:
-    """Write a plan into a recipe's values: of a file, or the best of a mode; why is said."""
+def choose(plan: str, values: RecipeValues, *, root: Path) -> Callable[[Path], None]:
+    """Write a plan into a recipe's values: of a file, or the best of a mode; why is said. What is returned leaves its
+    files in a run folder: with the profile it rests on, the run replans."""
     config = online_config(values)
     if plan in tuple(Mode):
-        question = of_recipe(values, root=root)
-        made, found = question.answer(Mode(plan))
-        chosen = Chosen(plan=made, question=question, found=found)
+        asked = of_recipe(values, root=root)
+        made, found = asked.answer(Mode(plan))
+        leave = partial(leave_in, plan=made, problem=asked.problem, found=found, profile=asked.profile)
     elif Path(plan).is_file():
         made = Plan.load(plan)
         check_follows(made, config)
-        chosen = Chosen(plan=made)
+        leave = partial(leave_in, plan=made)
     else:
         raise UserError(
             f"--plan {plan!r}: write {', '.join(Mode)}, or the file of a plan (rill plan … --out)"
@@ -211,22 +213,7 @@ def choose(plan: str, values: RecipeValues, *, root: Path) -> Chosen:
     kept = put_into(values.values, values.provenance, made, f"plan {plan}")
     for line in [*words(made), *(f"  {line}" for line in kept)]:
         say(line)
-    return chosen
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """A plan that a run is to follow."""
-
-    plan: Plan
-    question: Question | None = None
-    found: Found | None = None
-
-    def leave_in(self, folder: Path) -> None:
-        """Its files, beside the run's others: with the profile it rests on, the run replans."""
-        problem = self.question.problem if self.question else None
-        profile = self.question.profile if self.question else None
-        leave_in(folder, self.plan, problem=problem, found=self.found, profile=profile)
+    return leave
 
 
 def _start(config: OnlineConfig, run: Run, pilot: Pilot) -> None:

@@ -29,7 +29,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rill.telemetry.metrics import MetricRow, figures_of_training, mean
+from rill.telemetry.metrics import ACCURACY, MetricRow, accuracies, figures_of_training, mean
 
 if TYPE_CHECKING:
     from rill.workflows.loop import StepReport
@@ -42,7 +42,7 @@ Figure = tuple[str, str, str]
 
 CURVES: tuple[Figure, ...] = (
     ("reward/mean", "reward", "{:.3f}"),
-    ("eval/accuracy", "held-out", "{:.1%}"),
+    (ACCURACY, "held-out", "{:.1%}"),
     ("length/response", "tokens/answer", "{:.1f}"),
     ("policy/entropy", "entropy", "{:.3f}"),
     ("sft/loss", "loss", "{:.4f}"),
@@ -185,9 +185,9 @@ class Progress:
 
 def curves_of(known: Iterable[str]) -> list[Figure]:
     """CURVES, and behind the held-out accuracy that of every evaluation set with a name."""
-    named = sorted(name for name in known if name.startswith("eval/") and name.endswith("/accuracy"))
-    sets: list[Figure] = [(name, name.split("/")[1], "{:.1%}") for name in named if name.count("/") == 2]
-    at = 1 + next(n for n, (name, _, _) in enumerate(CURVES) if name == "eval/accuracy")
+    named = [name for name in accuracies(known) if name != ACCURACY]
+    sets: list[Figure] = [(name, name.split("/")[1], "{:.1%}") for name in named]
+    at = 1 + next(n for n, (name, _, _) in enumerate(CURVES) if name == ACCURACY)
     return [*CURVES[:at], *sets, *CURVES[at:]]
 
 

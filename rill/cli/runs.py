@@ -19,13 +19,13 @@ from rill.telemetry.evaluations import Evaluation
 from rill.telemetry.evaluations import load as load_evaluation
 from rill.telemetry.evaluations import newest as newest_evaluation
 from rill.telemetry.guards import read_findings
-from rill.telemetry.metrics import MetricRow, read_metrics
+from rill.telemetry.metrics import MetricRow, accuracies, read_metrics
 from rill.telemetry.paired import Paired
 from rill.telemetry.paired import compare as paired_test
 from rill.telemetry.rollouts import GroupRecord, read_rollouts
 from rill.telemetry.run import Run, RunStatus, list_runs
 
-REWARD, ACCURACY = "reward/mean", "eval/accuracy"
+REWARD = "reward/mean"
 _STYLES = {
     RunStatus.RUNNING.value: "cyan",
     RunStatus.FINISHED.value: "green",
@@ -332,15 +332,7 @@ def _row(summary: dict[str, Any]) -> list[str]:
 
 def _accuracy(rows: list[MetricRow]) -> float | None:
     """On the held-out side; of the first set with a name where there is none."""
-    named = sorted(
-        {
-            name
-            for row in rows
-            for name in row.values
-            if name.startswith("eval/") and name.endswith("/accuracy")
-        },
-        key=lambda name: (name != ACCURACY, name),
-    )
+    named = accuracies(name for row in rows for name in row.values)
     return _last(rows, named[0]) if named else None
 
 

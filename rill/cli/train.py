@@ -112,17 +112,17 @@ def _agent_ahead(values: RecipeValues) -> AbstractContextManager[None]:
 
 
 def _begin(values: RecipeValues, recipe: str, name: str, root: Path, plan: str) -> None:
-    config, chosen = _checked(values), None
+    config, leave_plan = _checked(values), None
     if plan:
         from rill.cli.plan import choose
 
-        chosen = choose(plan, values, root=root)
+        leave_plan = choose(plan, values, root=root)
         config = resolve(type(config), values.values, values.provenance)
     from rill.cli.driver import carry_out
 
     run = Run.create(name or values.name, root=root, config_toml=dump_config(config, values.provenance))
-    if chosen is not None:
-        chosen.leave_in(run.path)
+    if leave_plan is not None:
+        leave_plan(run.path)
     carry_out(config, run, recipe)
 
 

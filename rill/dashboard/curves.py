@@ -7,18 +7,17 @@ no font, and follows the reader's light or dark theme.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from rill.dashboard.figures import thinned
 from rill.errors import UserError
-from rill.telemetry.metrics import MetricRow, figures_of_training, read_metrics
+from rill.telemetry.metrics import ACCURACY, MetricRow, accuracies, figures_of_training, read_metrics
 from rill.telemetry.run import Run, write_atomically
 
 DRAWN = (
-    ("eval/accuracy", "held-out accuracy"),
+    (ACCURACY, "held-out accuracy"),
     ("reward/mean", "reward"),
     ("length/response", "tokens per answer"),
     ("sft/loss", "loss"),
@@ -57,7 +56,7 @@ def curves_of(rows: Sequence[MetricRow]) -> list[tuple[str, Points]]:
     """(title, points) of those with more than one; long ones are averaged, both ends stay as they are."""
     curves: list[tuple[str, Points]] = []
     known = figures_of_training(rows)
-    sets = sorted(name for name in known if re.fullmatch(r"eval/[^/]+/accuracy", name))
+    sets = [name for name in accuracies(known) if name != ACCURACY]
     for name, title in (DRAWN[0], *((n, f"accuracy, {n.split('/')[1]}") for n in sets), *DRAWN[1:]):
         points = [(row.step, y) for row in rows if math.isfinite(y := row.values.get(name, math.nan))]
         if name in known and len(points) > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from rill.telemetry.jsonl import LineFile, encode_line, encode_number, read_reco
 from rill.telemetry.sinks.base import Account, Sink
 
 METRICS_FILE = "metrics.jsonl"
+ACCURACY = "eval/accuracy"
+"""Of the held-out side; that of a set is eval/NAME/accuracy."""
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +116,12 @@ def rows_with(rows: dict[int, MetricRow], record: MetricRecord) -> dict[int, Met
         before = rows.get(record.step, MetricRow(step=record.step, time_s=record.time_s, values={}))
         rows[record.step] = replace(before, values={**before.values, **values})
     return rows
+
+
+def accuracies(names: Iterable[str]) -> list[str]:
+    """Those of evaluations among these names: of the held-out side, and behind it of the sets with a name."""
+    found = {name for name in names if name.startswith("eval/") and name.endswith("/accuracy")}
+    return sorted(found, key=lambda name: (name != ACCURACY, name))
 
 
 def figures_of_training(rows: Sequence[MetricRow]) -> set[str]:
