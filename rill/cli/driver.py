@@ -1,8 +1,8 @@
 """The driver of one run: a resolved recipe carried out in its folder, watched, and summed up at the end.
 
 Called by `rill train`. Whatever way the run ends, its figures are on disk, its report is written as far as there is
-something to show, and the user is told how to go on. A run that was given something it could not use, before it had
-recorded anything, leaves no folder behind.
+something to show, and the user is told how to go on. A new run that was given something it could not use, before it had
+figures, or was stopped before it had sampled anything, leaves no folder behind.
 
     Ctrl-C once, while steps are taken    the step is finished and a checkpoint saved
     Ctrl-C again, or before the first     the run ends at once
@@ -31,9 +31,12 @@ from rill.cli.progress import Progress, Screen, curve_lines, history_of
 from rill.cli.stall import StallWatch
 from rill.dashboard.pages import account_of
 from rill.dashboard.report import write_report
-from rill.errors import RillError, mistake_behind
+from rill.errors import RillError, UserError, mistake_behind
 from rill.journal.changes import begin_anew
 from rill.journal.checkpoints import newest_size, place_of, step_of, whole_checkpoints
+from rill.journal.reader import segments
+from rill.journal.records import MAGIC
+from rill.journal.token_log import FOLDER
 from rill.telemetry import guards, trace
 from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
 from rill.telemetry.metrics import MetricLog, read_metrics
@@ -67,10 +70,10 @@ def carry_out(
         with run.running(), _log_to(run):
             progress, findings = _drive(config, run, changed_config, is_log_stale)
     except (RillError, OSError, KeyboardInterrupt) as error:
-        is_misfortune = isinstance(error, OSError) or (
-            isinstance(error, RillError) and mistake_behind(error) is None
-        )
-        if not is_misfortune and not has_something_to_keep(run):
+        is_new = changed_config is None
+        is_mistake = isinstance(error, RillError) and mistake_behind(error) is not None
+        was_stopped = isinstance(error, KeyboardInterrupt) and not has_sampled(run)
+        if is_new and (is_mistake or was_stopped) and not has_figures(run):
             run.remove()
         _say_what_is_left(run, error)
         raise
@@ -82,9 +85,13 @@ def logged_step(report: StepReport) -> int:
     return report.step if report.phase == "step" else report.step - report.num_steps
 
 
-def has_something_to_keep(run: Run) -> bool:
-    """Whether the run came as far as its first figures."""
+def has_figures(run: Run) -> bool:
     return run.metrics_path.exists() and run.metrics_path.stat().st_size > 0
+
+
+def has_sampled(run: Run) -> bool:
+    """Whether its token log holds anything: a resume goes on from there."""
+    return any(path.stat().st_size > len(MAGIC) for path in segments(run.path / FOLDER))
 
 
 class Interrupts:
@@ -145,7 +152,7 @@ def _drive(
     sinks = build_sinks(config.sinks, told, say)
     metrics = MetricLog(run.path, sinks)
     checkpoints = whole_checkpoints(run)
-    if checkpoints or has_something_to_keep(run):
+    if checkpoints or has_figures(run):
         metrics.rewind(step_of(checkpoints[-1]) if checkpoints else BEFORE_ALL)
     progress = Progress(Screen())
     interrupts = Interrupts(progress, config.stop_grace_s)
@@ -217,7 +224,7 @@ def _drive(
 
 def _say_what_is_left(run: Run, error: BaseException) -> None:
     """Notes that the command line prints below the error."""
-    if not run.path.exists() or not has_something_to_keep(run):
+    if not run.path.exists() or not (has_figures(run) or has_sampled(run)):
         return
     if checkpoints := whole_checkpoints(run):
         error.add_note(f"resume from {place_of(checkpoints[-1])} with: {run.resume_command}")
@@ -227,7 +234,9 @@ def _say_what_is_left(run: Run, error: BaseException) -> None:
         )
     if failure := newest_failure(run):
         error.add_note(f"every answer of the newest group failed: {failure}")
-    with suppress(OSError):  # on a full disk the page has to wait
+    with suppress(
+        OSError, UserError
+    ):  # on a full disk the page has to wait; without figures there may be none
         error.add_note(f"report so far: {write_report(run).resolve().as_uri()}")
 
 

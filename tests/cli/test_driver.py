@@ -16,7 +16,8 @@ from rill.cli.driver import Interrupts, carry_out, logged_step
 from rill.cli.progress import Progress
 from rill.errors import RunError, UserError, WorkerError
 from rill.journal.checkpoints import MANIFEST
-from rill.journal.token_log import FOLDER
+from rill.journal.reader import LogReader
+from rill.journal.token_log import FOLDER, JournalConfig, TokenLog
 from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.run import Run, RunStatus
 from rill.workflows import WORKFLOWS
@@ -163,6 +164,35 @@ def test_ctrl_c_before_the_first_step_ends_at_once(
     with pytest.raises(KeyboardInterrupt):
         carried_out(monkeypatch, tmp_path, story)
     assert [path.name for path in tmp_path.iterdir()] == (["tale"] if before else [])
+
+
+def test_a_run_that_was_stopped_before_its_first_figure_keeps_what_it_has_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that is resumed is never removed: neither by another stop nor by a change that does not work."""
+
+    def samples(run: Run, tell: Observer) -> None:
+        log = TokenLog(run.path, "rollout-0", JournalConfig())
+        log.event("g00000000/0", "score", 1.0)
+        log.close()
+        ctrl_c()
+
+    def is_stopped(run: Run, tell: Observer) -> None:
+        ctrl_c()
+
+    def fails(run: Run, tell: Observer) -> None:
+        raise UserError("there is no such reward")
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        carried_out(monkeypatch, tmp_path, samples)
+    assert any("its tokens are kept" in note for note in stopped.value.__notes__)
+    run = Run.open("tale", root=tmp_path)
+    for story in (is_stopped, fails):
+        with pytest.raises((KeyboardInterrupt, UserError)):
+            carried_out(monkeypatch, tmp_path, story, resumed=run)
+    log = LogReader(run.path)
+    log.read_all()
+    assert log.events("g00000000/0") == {"score": 1.0}
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
