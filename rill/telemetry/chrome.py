@@ -7,33 +7,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rill.errors import UserError
-from rill.telemetry.jsonl import encode_line, read_lines
+from rill.telemetry.jsonl import encode_line, read_records
 
 TRACE_FOLDER = "trace"
 DEVICE_LANE = "device "
 """How the lanes of devices begin; a lock's holder writes its turns there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(msgspec.Struct, kw_only=True):
     """One record of a trace file."""
 
     kind: str
     """ "span", "open" (a span that never ended), "instant" or "counter"."""
-    process: str
-    name: str
     at_ns: int
+    process: str = ""
+    name: str = ""
     duration_ns: int = 0
     lane: str = ""
     value: float = 0.0
-    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = {}
 
 
 def read_trace(run_dir: Path | str) -> Iterator[Event]:
@@ -75,23 +73,21 @@ def _read_process(path: Path) -> Iterator[Event]:
     process = path.stem
     last_ns = 0
     still_open: dict[tuple[str, str, int], Event] = {}
-    for record in read_lines(path, "kind", "at_ns"):
-        kind = record["kind"]
-        if kind == "process":  # a resumed run appends to the same file: its earlier life's spans ended there
+    for event in read_records(path, Event):
+        if (
+            event.kind == "process"
+        ):  # a resumed run appends to the same file: its earlier life's spans ended there
             yield from _ended_at(still_open, last_ns)
             still_open.clear()
-            process = str(record.get("process", process))
+            process = event.process or process
             continue
-        try:
-            event = msgspec.convert({**record, "process": process}, Event)
-        except msgspec.ValidationError:  # damaged, or of a version of rill that wrote others
-            continue
+        event.process = process
         last_ns = max(last_ns, event.at_ns + event.duration_ns)
         key = (event.name, event.lane, event.at_ns)
-        if kind == "open":
+        if event.kind == "open":
             still_open[key] = event
             continue
-        if kind == "span":
+        if event.kind == "span":
             still_open.pop(key, None)
         yield event
     yield from _ended_at(still_open, last_ns)
@@ -99,7 +95,8 @@ def _read_process(path: Path) -> Iterator[Event]:
 
 def _ended_at(still_open: dict[tuple[str, str, int], Event], last_ns: int) -> Iterator[Event]:
     for event in still_open.values():
-        yield replace(event, duration_ns=max(0, last_ns - event.at_ns))
+        event.duration_ns = max(0, last_ns - event.at_ns)
+        yield event
 
 
 def _chrome_records(pid: int, process: str, events: list[Event]) -> Iterator[dict[str, Any]]:

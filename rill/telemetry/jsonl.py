@@ -97,10 +97,6 @@ class LineFile:
                     is_told = True
             time.sleep(RETRY_S)
 
-    def sync(self) -> None:
-        """Wait until what was written would survive a loss of power."""
-        os.fsync(self._fd)
-
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

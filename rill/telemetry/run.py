@@ -115,14 +115,12 @@ class Run:
         return run
 
     @classmethod
-    def resume(
-        cls, run: Path | str, *, root: Path | str = RUNS_FOLDER, argv: Sequence[str] | None = None
-    ) -> Run:
+    def resume(cls, run: Path | str, *, root: Path | str = RUNS_FOLDER) -> Run:
         """An existing folder, to go on in. Fails while another process is running it."""
         opened = cls.open(run, root=root)
         opened._take_lock()
         opened.set_status(RunStatus.RUNNING)
-        opened._add_start(argv)
+        opened._add_start()
         return opened
 
     @classmethod
@@ -322,9 +320,9 @@ class Run:
         )
         write_atomically(self.status_path, json.dumps(asdict(state), indent=2) + "\n")
 
-    def _add_start(self, argv: Sequence[str] | None) -> None:
+    def _add_start(self, argv: Sequence[str] | None = None) -> None:
         """The environment file is a list: one entry for every time the run was started."""
-        starts = [*self.starts(), describe_environment(sys.argv if argv is None else argv)]
+        starts = [*self.starts(), describe_environment(argv or sys.argv)]
         write_atomically(self.environment_path, json.dumps(starts, indent=2) + "\n")
 
 
@@ -337,6 +335,8 @@ def list_runs(root: Path | str = RUNS_FOLDER) -> list[Run]:
 
 def describe_environment(argv: Sequence[str]) -> dict[str, Any]:
     """Everything outside the configuration that a result may depend on."""
+    from rill import __version__
+
     return {
         "time_s": time.time(),
         "command": list(argv),
@@ -345,7 +345,7 @@ def describe_environment(argv: Sequence[str]) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "num_cpus": os.cpu_count(),
-        "versions": {"rill": _rill_version()} | {name: v for name in _LIBRARIES if (v := _version(name))},
+        "versions": {"rill": __version__} | {name: v for name in _LIBRARIES if (v := _version(name))},
         "git": _git_commit(),
     }
 
@@ -393,12 +393,6 @@ def _renamed(draft: Path, name: str) -> Path:
             if not path.exists():
                 raise
     raise AssertionError("numbers do not end")
-
-
-def _rill_version() -> str:
-    from rill import __version__
-
-    return __version__
 
 
 def _version(library: str) -> str | None:
