@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -97,12 +99,17 @@ def keys(
             say(f"    {key.description}")
 
 
-def load_and_resolve(recipe: str, overrides: list[str] | None) -> tuple[RecipeValues, Config]:
-    """What every command that takes RECIPE [KEY=VALUE]... starts with."""
+def read_recipe(recipe: str | Path, overrides: Sequence[str] | None) -> RecipeValues:
+    """What every command that takes RECIPE [KEY=VALUE]... starts with: what they say, before anything is imported."""
     loaded = load_recipe(recipe, overrides or ())
     for note in loaded.dropped:
         complain(f"note: {note}")
     check_known(loaded)
+    return loaded
+
+
+def load_and_resolve(recipe: str, overrides: Sequence[str] | None) -> tuple[RecipeValues, Config]:
+    loaded = read_recipe(recipe, overrides)
     return loaded, resolved_recipe(loaded)
 
 

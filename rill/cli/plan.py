@@ -13,8 +13,9 @@ import msgspec
 import typer
 
 from rill.cli.arguments import RUNS, AsJson, Root, to_write
+from rill.cli.config import read_recipe, resolved_recipe
 from rill.cli.console import say, say_json, say_table
-from rill.config.files import RecipeValues, load_recipe
+from rill.config.files import RecipeValues
 from rill.config.recipes import list_recipes
 from rill.errors import UserError
 from rill.planning.cost import Problem
@@ -151,7 +152,7 @@ def read_question(
     names = [recipe.name for recipe in list_recipes()]
     if run is None and target not in names and not Path(target).is_file():
         raise UserError(f"{target!r} is no recipe or run; the recipes are {', '.join(names)}")
-    values = load_recipe(target if run is None else run.config_path, overrides or ())
+    values = read_recipe(target if run is None else run.config_path, overrides)
     return of_recipe(
         values, used=used, run=run, root=root, is_other_ok=is_other_ok, is_fresh=is_fresh,
         num_devices=_counts(devices, used) if devices else None, num_rounds=NUM_ROUNDS, is_quiet=is_quiet,
@@ -223,7 +224,6 @@ def _start(config: OnlineConfig, run: Run, pilot: Pilot) -> None:
 
 
 def online_config(values: RecipeValues) -> OnlineConfig:
-    from rill.cli.config import resolved_recipe
     from rill.workflows.config import OnlineConfig
 
     config = resolved_recipe(values)

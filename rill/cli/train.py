@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rill.cli.arguments import RUNS, Root, recipe_names
+from rill.cli.config import read_recipe, resolved_recipe
 from rill.cli.console import say, waiting
 from rill.config.files import RecipeValues, load_recipe
-from rill.config.known import check_known
 from rill.config.resolve import dump_config, resolve
 from rill.errors import UnsupportedError, UserError
 from rill.telemetry.run import Run, RunStatus
@@ -87,11 +87,11 @@ def train(
             raise UserError(
                 f"{run.path} has finished: to continue it, change something, such as loop.steps=200"
             )
-        values = load_recipe(run.config_path, changes)
+        values = read_recipe(run.config_path, changes)
         with _agent_ahead(values):
             _go_on(run, values, changes)
     elif recipe:
-        values = load_recipe(recipe, changes)
+        values = read_recipe(recipe, changes)
         with _agent_ahead(values):
             _begin(values, recipe, name, root, plan)
     else:
@@ -100,7 +100,6 @@ def train(
 
 def _agent_ahead(values: RecipeValues) -> AbstractContextManager[None]:
     """What workers need takes longest to import: begin with it where it is known, while the recipe is checked."""
-    check_known(values)
     cluster = values.values.get("cluster", {})
     is_local = isinstance(cluster, dict) and cluster.get("type", "local") == "local"
     if not is_local or values.values.get("workflow") not in ("grpo", "ppo"):
@@ -142,10 +141,7 @@ def _go_on(run: Run, values: RecipeValues, changes: list[str]) -> None:
 
 def _checked(values: RecipeValues) -> RecipeConfig:
     """The recipe as it will run. What can be seen to fail is told here, before anything starts."""
-    for note in values.dropped:
-        say(f"note: {note}")
     with waiting("loading"):
-        from rill.cli.config import resolved_recipe
         from rill.cli.preflight import preflight
         from rill.workflows.config import RecipeConfig
 
