@@ -20,20 +20,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rill.dashboard.log_index import STATE_FILE, LogIndex, LogIndexer, load_state
+from rill.dashboard.log_index import STATE_FILE, LogIndex, load_state
 from rill.dashboard.log_reader import size_of
-from rill.dashboard.rollout_index import RolloutIndex, RolloutIndexer
+from rill.dashboard.rollout_index import RolloutIndex
 from rill.dashboard.rollouts import Rollouts
-from rill.dashboard.trace_index import TraceIndex, TraceIndexer
-from rill.dashboard.trained_index import TrainedIndex, TrainedIndexer
+from rill.dashboard.trace_index import TraceIndex
+from rill.dashboard.trained_index import TrainedIndex
 
 INDEX_FOLDER = ".index"
 TRACE, ROLLOUTS, TRAINED = "trace", "rollouts", "trained"
-INDEXERS: dict[str, type[LogIndexer[Any]]] = {
-    ROLLOUTS: RolloutIndexer,
-    TRAINED: TrainedIndexer,
-    TRACE: TraceIndexer,
-}
+INDEXES: dict[str, type[LogIndex[Any]]] = {ROLLOUTS: RolloutIndex, TRAINED: TrainedIndex, TRACE: TraceIndex}
 PAUSE_S = 1.0
 X = TypeVar("X", bound=LogIndex[Any])
 _log = logging.getLogger(__name__)
@@ -75,46 +71,47 @@ def _opened(run: Path, kind: str, index: type[X]) -> list[X]:
 def progress(run: Path) -> float:
     """The share of the logs' bytes that is indexed."""
     folder, done, total = index_folder(run), 0, 0
-    for kind, indexer in INDEXERS.items():
+    for kind, index in INDEXES.items():
         for log in logs_of(run, kind):
-            state = load_state(folder / kind / log.stem, indexer.state_type)
+            state = load_state(folder / kind / log.stem, index.state_type)
             total += size_of(log)
             done += 0 if state is None else min(state.read_to, size_of(log))
     return done / total if total else 1.0
 
 
 class RunIndexer:
-    """The indexers of one run's logs."""
+    """Writes the indexes of one run's logs."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self._indexers: dict[Path, LogIndexer[Any]] = {}
+        self._indexes: dict[Path, LogIndex[Any]] = {}
 
     def update(self, should_go_on: Callable[[], bool] = lambda: True) -> bool:
         """Index what is new. False where another process is at it."""
         with _held(index_folder(self.run)) as is_ours:
             if not is_ours:
-                self._indexers.clear()  # another process writes them: what is known here is stale
+                self._indexes.clear()  # another process writes them: what is known here is stale
                 return False
-            for kind in INDEXERS:
+            for kind in INDEXES:
                 for log in logs_of(self.run, kind):
                     self._update_log(kind, log, should_go_on)
         return True
 
     def _update_log(self, kind: str, log: Path, should_go_on: Callable[[], bool]) -> None:
-        indexer = self._indexers.get(log)
-        if indexer is not None and indexer.state.read_to and not (indexer.folder / STATE_FILE).exists():
-            indexer = None  # somebody has deleted the index
+        index = self._indexes.get(log)
+        if index is not None and index.state.read_to and not (index.folder / STATE_FILE).exists():
+            index = None  # somebody has deleted it
         try:
-            if indexer is None:
-                indexer = self._indexers[log] = INDEXERS[kind](log, index_folder(self.run) / kind / log.stem)
-            if size_of(log) != indexer.state.read_to:
-                for _ in indexer.update():
+            if index is None:
+                folder = index_folder(self.run) / kind / log.stem
+                index = self._indexes[log] = INDEXES[kind].to_write(log, folder)
+            if size_of(log) != index.state.read_to:
+                for _ in index.update():
                     if not should_go_on():
                         return
         except (OSError, ValueError, OverflowError) as error:
             _log.warning("%s cannot be indexed: %s", log, error)
-            self._indexers.pop(log, None)
+            self._indexes.pop(log, None)
 
 
 def bring_up_to_date(run: Path, timeout_s: float = 60.0) -> None:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import msgspec
+import numpy as np
 
 from rill.dashboard.log_reader import Block, head_of, new_blocks, size_of
+from rill.dashboard.table import Table
 
-FORMAT = 2
+FORMAT = 3
 """Raised with every change of what an index holds: others are made again."""
 STATE_FILE = "state.json"
 
@@ -29,21 +31,35 @@ class IndexState(msgspec.Struct, kw_only=True):
     """Bytes of the log that are indexed."""
     head: str = ""
     is_busy: bool = False
+    num_rows: dict[str, int] = {}
+    """Of each table."""
 
 
 S = TypeVar("S", bound=IndexState)
 
 
-class LogIndexer(ABC, Generic[S]):
-    """Brings the index of one log up to date."""
+class LogIndex(ABC, Generic[S]):
+    """One log's index: as a reader sees it at one moment (`open`), or brought up to date by its one writer
+    (`to_write`). A subclass makes its tables when it is made."""
 
     state_type: ClassVar[type[Any]]
     changes_in_place: ClassVar[bool] = False
 
-    def __init__(self, log: Path, folder: Path) -> None:
+    def __init__(self, log: Path, folder: Path, state: S, *, is_writer: bool = False) -> None:
         self.log = log
         self.folder = folder
-        self.state: S = _state_to_go_on_with(folder, log, self.state_type)
+        self.state = state
+        self._is_writer = is_writer
+        self._tables: dict[str, Table] = {}
+
+    @classmethod
+    def open(cls, log: Path, folder: Path) -> Self | None:
+        state = load_state(folder, cls.state_type)
+        return None if state is None else cls(log, folder, state)
+
+    @classmethod
+    def to_write(cls, log: Path, folder: Path) -> Self:
+        return cls(log, folder, _state_to_go_on_with(folder, log, cls.state_type), is_writer=True)
 
     def update(self) -> Iterator[None]:
         """Index what was appended; yields after each block."""
@@ -55,6 +71,7 @@ class LogIndexer(ABC, Generic[S]):
                 self._save()
             self.add(block)
             self.state.read_to, self.state.is_busy = block.read_to, False
+            self.state.num_rows = {name: table.num_rows for name, table in self._tables.items()}
             self._save()
             yield
 
@@ -62,27 +79,18 @@ class LogIndexer(ABC, Generic[S]):
     def add(self, block: Block) -> None:
         """Append to the tables what the lines hold, and count it in the state."""
 
+    def _table(self, name: str, dtype: np.dtype[Any]) -> Table:
+        """NAME.bin, as far as the state says."""
+        num_rows = self.state.num_rows.get(name, 0)
+        table = Table(self.folder / f"{name}.bin", dtype, num_rows, is_writer=self._is_writer)
+        self._tables[name] = table
+        return table
+
     def _save(self) -> None:
         self.state.head = head_of(self.log, self.state.read_to)
         draft = self.folder / f".{STATE_FILE}"
         draft.write_bytes(msgspec.json.encode(self.state))
         os.replace(draft, self.folder / STATE_FILE)
-
-
-class LogIndex(Generic[S]):
-    """One log's index, as a reader sees it at one moment."""
-
-    state_type: ClassVar[type[Any]]
-
-    def __init__(self, log: Path, folder: Path, state: S) -> None:
-        self.log = log
-        self.folder = folder
-        self.state = state
-
-    @classmethod
-    def open(cls, log: Path, folder: Path) -> Self | None:
-        state = load_state(folder, cls.state_type)
-        return None if state is None else cls(log, folder, state)
 
 
 def load_state(folder: Path, kind: type[S]) -> S | None:

@@ -1,6 +1,6 @@
 """The index of one rollout log: a row for every group and every sample, and the text to search in.
 
-Written by the indexer, read by `rollouts`. The log itself is read only for the groups that somebody opens.
+Written by the indexer's process, read by `rollouts`. The log itself is read only for the groups that somebody opens.
 
     groups.bin     one row a group: where it lies in the log, its step, task, prompt, rewards
     samples.bin    one row a sample: reward, lengths, why it stopped, tags
@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rill.dashboard.log_index import IndexState, LogIndex, LogIndexer
+from rill.dashboard.log_index import IndexState, LogIndex
 from rill.dashboard.log_reader import Block
-from rill.dashboard.table import Table
 from rill.telemetry.rollouts import GroupRecord, SampleRecord
 
 EVALUATION = "evaluation: "
@@ -42,9 +41,6 @@ PREVIEW = np.dtype([("text", f"S{PREVIEW_BYTES}")])
 
 
 class RolloutState(IndexState, kw_only=True):
-    num_groups: int = 0
-    num_samples: int = 0
-    text_bytes: int = 0
     tasks: list[str] = []
     stops: list[str] = []
     tags: list[str] = []
@@ -58,23 +54,22 @@ def id_code(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-class RolloutIndexer(LogIndexer[RolloutState]):
+class RolloutIndex(LogIndex[RolloutState]):
     state_type = RolloutState
 
-    def __init__(self, log: Path, folder: Path) -> None:
-        super().__init__(log, folder)
-        state = self.state
-        self._groups = Table(folder / "groups.bin", GROUP, state.num_groups, is_writer=True)
-        self._samples = Table(folder / "samples.bin", SAMPLE, state.num_samples, is_writer=True)
-        self._previews = Table(folder / "previews.bin", PREVIEW, state.num_groups, is_writer=True)
-        self._text = Table(folder / "text.bin", np.dtype("u1"), state.text_bytes, is_writer=True)
+    def __init__(self, log: Path, folder: Path, state: RolloutState, *, is_writer: bool = False) -> None:
+        super().__init__(log, folder, state, is_writer=is_writer)
+        self.groups = self._table("groups", GROUP)
+        self.samples = self._table("samples", SAMPLE)
+        self.previews = self._table("previews", PREVIEW)
+        self.text = self._table("text", np.dtype("u1"))
 
     def add(self, block: Block) -> None:
         groups: list[tuple[Any, ...]] = []
         samples: list[tuple[Any, ...]] = []
         previews: list[tuple[bytes]] = []
         texts: list[bytes] = []
-        text_at = self.state.text_bytes
+        text_at = self.text.num_rows
         for offset, line in block.lines:
             try:
                 record = _decoder.decode(line)
@@ -91,7 +86,7 @@ class RolloutIndexer(LogIndexer[RolloutState]):
                     record.version,
                     id_code(record.prompt_id),
                     text_at,
-                    self._samples.num_rows + len(samples),
+                    self.samples.num_rows + len(samples),
                     len(record.samples),
                     _code(
                         self.state.tasks,
@@ -107,36 +102,22 @@ class RolloutIndexer(LogIndexer[RolloutState]):
             previews.append((cut.encode(),))
             texts.append(text)
             text_at += len(text)
-        self._groups.append(np.array(groups, dtype=GROUP))
-        self._samples.append(np.array(samples, dtype=SAMPLE))
-        self._previews.append(np.array(previews, dtype=PREVIEW))
-        self._text.append(np.frombuffer(b"".join(texts), np.uint8))
-        self.state.num_groups = self._groups.num_rows
-        self.state.num_samples = self._samples.num_rows
-        self.state.text_bytes = self._text.num_rows
+        self.groups.append(np.array(groups, dtype=GROUP))
+        self.samples.append(np.array(samples, dtype=SAMPLE))
+        self.previews.append(np.array(previews, dtype=PREVIEW))
+        self.text.append(np.frombuffer(b"".join(texts), np.uint8))
 
     def _sample(self, sample: SampleRecord, group: int, group_tags: list[str]) -> tuple[Any, ...]:
         codes = (_code(self.state.tags, tag, MAX_TAGS - 1) for tag in {*sample.tags, *group_tags})
         return (
             sum(1 << code for code in set(codes)),
-            self._groups.num_rows + group,
+            self.groups.num_rows + group,
             len(sample.sampled) - sample.sampled.count(0),
             sample.num_tokens or len(sample.tokens),
             sample.score,
             _code(self.state.stops, sample.stop, 255),
             bool(sample.error),
         )
-
-
-class RolloutIndex(LogIndex[RolloutState]):
-    state_type = RolloutState
-
-    def __init__(self, log: Path, folder: Path, state: RolloutState) -> None:
-        super().__init__(log, folder, state)
-        self.groups = Table(folder / "groups.bin", GROUP, state.num_groups)
-        self.samples = Table(folder / "samples.bin", SAMPLE, state.num_samples)
-        self.previews = Table(folder / "previews.bin", PREVIEW, state.num_groups)
-        self.text = Table(folder / "text.bin", np.dtype("u1"), state.text_bytes)
 
 
 def _code(words: list[str], word: str, last: int = 65_535) -> int:

@@ -61,10 +61,10 @@ class Rollouts:
     def __init__(self, indexes: Sequence[RolloutIndex], trained: Sequence[TrainedIndex] = ()) -> None:
         """`trained`: what the trainer knows of the same samples."""
         self._trained = trained
-        self.indexes = [index for index in indexes if index.state.num_groups]
+        self.indexes = [index for index in indexes if index.groups.num_rows]
         self._tables: dict[int, Any] = {}
-        self.num_samples = sum(index.state.num_samples for index in self.indexes)
-        self.num_groups = sum(index.state.num_groups for index in self.indexes)
+        self.num_samples = sum(index.samples.num_rows for index in self.indexes)
+        self.num_groups = sum(index.groups.num_rows for index in self.indexes)
 
     def facets(self) -> dict[str, Any]:
         """What can be chosen: steps with how many groups of training and which reward, data, stop reasons, tags."""
@@ -92,7 +92,7 @@ class Rollouts:
         if query.order not in ORDERS:
             raise UserError(f"order {query.order!r}: one of {', '.join(ORDERS)}")
         found, rows = [], []
-        searched, text_bytes = query.searched, sum(index.state.text_bytes for index in self.indexes)
+        searched, text_bytes = query.searched, sum(index.text.num_rows for index in self.indexes)
         masks = [self._mask(log, query) for log in range(len(self.indexes))]
         if query.text:
             masks, searched = self._search(masks, query)
@@ -114,7 +114,7 @@ class Rollouts:
 
     def group(self, log: int, place: int) -> dict[str, Any]:
         """One group as it stands in the log, with what the trainer knows of its samples."""
-        if not (0 <= log < len(self.indexes) and 0 <= place < self.indexes[log].state.num_groups):
+        if not (0 <= log < len(self.indexes) and 0 <= place < self.indexes[log].groups.num_rows):
             raise UserError(f"there is no group {place} in log {log}")
         index = self.indexes[log]
         row = index.groups.read(place, place + 1)[0]
@@ -210,12 +210,12 @@ class Rollouts:
         skip, searched = query.searched, 0
         num_found = 0
         for log, (index, mask, hit) in enumerate(zip(self.indexes, masks, hits)):
-            if skip >= index.state.text_bytes:
-                skip -= index.state.text_bytes
-                searched += index.state.text_bytes
+            if skip >= index.text.num_rows:
+                skip -= index.text.num_rows
+                searched += index.text.num_rows
                 continue
             begins = np.ascontiguousarray(self._groups(log)["text"])
-            end = index.state.text_bytes - skip
+            end = index.text.num_rows - skip
             searched, skip = searched + skip, 0
             while end > 0 and num_found < SEARCH_HITS and time.monotonic() < deadline:
                 begin = max(0, end - SEARCH_BYTES)

@@ -153,7 +153,7 @@ class Timeline:
         wanted = set(lanes)
         found = []
         for i, index in enumerate(self.indexes):
-            if index.state.num_spans > MAX_SPANS and column_ns * FINER_THAN_BINS >= (1 << index.state.shift):
+            if index.spans.num_rows > MAX_SPANS and column_ns * FINER_THAN_BINS >= (1 << index.state.shift):
                 return None
             rows = index.spans_between(first, last)
             shown = np.array(

@@ -1,6 +1,7 @@
 """The index of one trace log: every span as a fixed-size row, and how busy each lane was over the whole run.
 
-Written by the indexer, read by `timeline`. For a log of ten million spans a view of any width reads a few megabytes:
+Written by the indexer's process, read by `timeline`. For a log of ten million spans a view of any width reads a few
+megabytes:
 
     spans.bin      one row a span, in the order of their ends          views narrow enough to show or bin single spans
     blocks.bin     earliest start and latest end of every BLOCK_ROWS   which of those rows a view needs
@@ -23,9 +24,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rill.dashboard.log_index import IndexState, LogIndex, LogIndexer
+from rill.dashboard.log_index import IndexState, LogIndex
 from rill.dashboard.log_reader import Block
-from rill.dashboard.table import Rows, Table
+from rill.dashboard.table import Rows
 from rill.telemetry.chrome import DEVICE_LANE
 
 SPAN = np.dtype([("start", "<i8"), ("length", "<i8"), ("offset", "<u8"), ("pair", "<u4"), ("kind", "<u4")])
@@ -48,9 +49,6 @@ Row = tuple[int, int, int, int, int]
 
 class TraceState(IndexState, kw_only=True):
     process: str = ""
-    num_spans: int = 0
-    num_blocks: int = 0
-    num_counters: int = 0
     pairs: list[tuple[str, str]] = []
     """(lane, name); a device's lane belongs to no process."""
     totals_ns: list[int] = []
@@ -82,16 +80,15 @@ class Record(msgspec.Struct):
 _decoder = msgspec.json.Decoder(Record)
 
 
-class TraceIndexer(LogIndexer[TraceState]):
+class TraceIndex(LogIndex[TraceState]):
     state_type = TraceState
     changes_in_place = True
 
-    def __init__(self, log: Path, folder: Path) -> None:
-        super().__init__(log, folder)
-        state = self.state
-        self._spans = Table(folder / "spans.bin", SPAN, state.num_spans, is_writer=True)
-        self._blocks = Table(folder / "blocks.bin", BLOCK, state.num_blocks, is_writer=True)
-        self._counters = Table(folder / "counters.bin", COUNTER, state.num_counters, is_writer=True)
+    def __init__(self, log: Path, folder: Path, state: TraceState, *, is_writer: bool = False) -> None:
+        super().__init__(log, folder, state, is_writer=is_writer)
+        self.spans = self._table("spans", SPAN)
+        self.counters = self._table("counters", COUNTER)
+        self._blocks = self._table("blocks", BLOCK)
         self._pair_codes = {pair: i for i, pair in enumerate(state.pairs)}
         self._counter_codes = {name: i for i, name in enumerate(state.counter_names)}
         self._open = {(pair, start): offset for pair, start, offset in state.open}
@@ -128,8 +125,7 @@ class TraceIndexer(LogIndexer[TraceState]):
         state.open = [(pair, start, offset) for (pair, start), offset in self._open.items()]
         self._append(np.array(rows, dtype=SPAN), claims)
         if counters:
-            self._counters.append(np.array(counters, dtype=COUNTER))
-            state.num_counters = self._counters.num_rows
+            self.counters.append(np.array(counters, dtype=COUNTER))
 
     def _span_ended(
         self, record: Record, offset: int, rows: list[Row], claims: list[tuple[int, int, int]]
@@ -168,30 +164,27 @@ class TraceIndexer(LogIndexer[TraceState]):
     def _append(self, rows: Rows, claims: list[tuple[int, int, int]]) -> None:
         if not len(rows):
             return
-        state, first = self.state, self._spans.num_rows
-        self._spans.append(rows)
-        state.num_spans = self._spans.num_rows
-        self._summarise_blocks(first)
+        self.spans.append(rows)
+        self._summarise_blocks()
         spans = rows[(rows["kind"] & INSTANT) == 0]
         self._bins.add(spans["start"], spans["length"], spans["pair"], 1.0)
         for pair in np.unique(spans["pair"]).tolist():
-            state.totals_ns[pair] += int(spans["length"][spans["pair"] == pair].sum())
+            self.state.totals_ns[pair] += int(spans["length"][spans["pair"] == pair].sum())
         if claims:
             start, length, pair = np.array(claims, dtype=np.int64).T
             self._bins.add(start, length, pair, -1.0)
 
-    def _summarise_blocks(self, first: int) -> None:
+    def _summarise_blocks(self) -> None:
         """Blocks are summed up as they fill; readers look through the last, unfinished one."""
         begin = self._blocks.num_rows * BLOCK_ROWS
-        num_full = (self._spans.num_rows - begin) // BLOCK_ROWS
+        num_full = (self.spans.num_rows - begin) // BLOCK_ROWS
         if num_full:
-            rows = self._spans.read(begin, begin + num_full * BLOCK_ROWS)
+            rows = self.spans.read(begin, begin + num_full * BLOCK_ROWS)
             starts = rows["start"].reshape(num_full, BLOCK_ROWS)
             ends = (rows["start"] + rows["length"]).reshape(num_full, BLOCK_ROWS)
             blocks = np.empty(num_full, BLOCK)
             blocks["first"], blocks["last"] = starts.min(axis=1), ends.max(axis=1)
             self._blocks.append(blocks)
-            self.state.num_blocks = self._blocks.num_rows
 
     def _pair_code(self, lane: str, name: str) -> int:
         pair = (lane, name)
@@ -208,6 +201,53 @@ class TraceIndexer(LogIndexer[TraceState]):
             code = self._counter_codes[name] = len(self.state.counter_names)
             self.state.counter_names.append(name)
         return code
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def lane_of(self, pair: int) -> tuple[str, str]:
+        """(process, lane): a device is one lane, whoever holds it."""
+        lane = self.state.pairs[pair][0]
+        return ("", lane) if lane.startswith(DEVICE_LANE) else (self.state.process or self.log.stem, lane)
+
+    def spans_between(self, first_ns: int, last_ns: int) -> Rows:
+        """The rows that touch the time, the unfinished ones among them."""
+        blocks = self._blocks.read()
+        touched = np.flatnonzero((blocks["last"] >= first_ns) & (blocks["first"] <= last_ns))
+        parts = [
+            self.spans.read(int(run[0]) * BLOCK_ROWS, (int(run[-1]) + 1) * BLOCK_ROWS)
+            for run in np.split(touched, np.flatnonzero(np.diff(touched) > 1) + 1)
+            if len(run)
+        ]
+        parts.append(self.spans.read(len(blocks) * BLOCK_ROWS))
+        parts.append(self.unfinished())
+        rows = np.concatenate(parts)
+        touching: Rows = rows[(rows["start"] <= last_ns) & (rows["start"] + rows["length"] >= first_ns)]
+        return touching
+
+    def own_time(self, pair: int, edges_ns: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Nanoseconds between neighbouring edges that the pair was at work."""
+        state = self.state
+        width = 1 << state.shift
+        low = max(0, int((edges_ns[0] - state.origin_ns) >> state.shift) - 1)
+        high = min(NUM_BINS, int((edges_ns[-1] - state.origin_ns) >> state.shift) + 2)
+        if high <= low:
+            return np.zeros(len(edges_ns) - 1)
+        path = bins_path(self.folder, state.shift)
+        bins = np.fromfile(path, np.float32, count=high - low, offset=(pair * NUM_BINS + low) * 4)
+        total = np.concatenate([[0.0], np.cumsum(np.maximum(bins, 0.0), dtype=np.float64)])
+        at = state.origin_ns + (low + np.arange(len(total))) * width
+        own: npt.NDArray[Any] = np.diff(np.interp(edges_ns, at, total))
+        return own
+
+    def unfinished(self) -> Rows:
+        last = self.state.last_ns
+        return np.array(
+            [
+                (start, max(0, last - start), offset, pair, UNFINISHED)
+                for pair, start, offset in self.state.open
+            ],
+            dtype=SPAN,
+        )
 
 
 class _Bins:
@@ -273,58 +313,3 @@ class _Bins:
 
 def bins_path(folder: Path, shift: int) -> Path:
     return folder / f"bins-{shift}.bin"
-
-
-class TraceIndex(LogIndex[TraceState]):
-    state_type = TraceState
-
-    def __init__(self, log: Path, folder: Path, state: TraceState) -> None:
-        super().__init__(log, folder, state)
-        self.spans = Table(folder / "spans.bin", SPAN, state.num_spans)
-        self.counters = Table(folder / "counters.bin", COUNTER, state.num_counters)
-        self._blocks = Table(folder / "blocks.bin", BLOCK, state.num_blocks)
-
-    def lane_of(self, pair: int) -> tuple[str, str]:
-        """(process, lane): a device is one lane, whoever holds it."""
-        lane = self.state.pairs[pair][0]
-        return ("", lane) if lane.startswith(DEVICE_LANE) else (self.state.process or self.log.stem, lane)
-
-    def spans_between(self, first_ns: int, last_ns: int) -> Rows:
-        """The rows that touch the time, the unfinished ones among them."""
-        blocks = self._blocks.read()
-        touched = np.flatnonzero((blocks["last"] >= first_ns) & (blocks["first"] <= last_ns))
-        parts = [
-            self.spans.read(int(run[0]) * BLOCK_ROWS, (int(run[-1]) + 1) * BLOCK_ROWS)
-            for run in np.split(touched, np.flatnonzero(np.diff(touched) > 1) + 1)
-            if len(run)
-        ]
-        parts.append(self.spans.read(len(blocks) * BLOCK_ROWS))
-        parts.append(self.unfinished())
-        rows = np.concatenate(parts)
-        touching: Rows = rows[(rows["start"] <= last_ns) & (rows["start"] + rows["length"] >= first_ns)]
-        return touching
-
-    def own_time(self, pair: int, edges_ns: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Nanoseconds between neighbouring edges that the pair was at work."""
-        state = self.state
-        width = 1 << state.shift
-        low = max(0, int((edges_ns[0] - state.origin_ns) >> state.shift) - 1)
-        high = min(NUM_BINS, int((edges_ns[-1] - state.origin_ns) >> state.shift) + 2)
-        if high <= low:
-            return np.zeros(len(edges_ns) - 1)
-        path = bins_path(self.folder, state.shift)
-        bins = np.fromfile(path, np.float32, count=high - low, offset=(pair * NUM_BINS + low) * 4)
-        total = np.concatenate([[0.0], np.cumsum(np.maximum(bins, 0.0), dtype=np.float64)])
-        at = state.origin_ns + (low + np.arange(len(total))) * width
-        own: npt.NDArray[Any] = np.diff(np.interp(edges_ns, at, total))
-        return own
-
-    def unfinished(self) -> Rows:
-        last = self.state.last_ns
-        return np.array(
-            [
-                (start, max(0, last - start), offset, pair, UNFINISHED)
-                for pair, start, offset in self.state.open
-            ],
-            dtype=SPAN,
-        )

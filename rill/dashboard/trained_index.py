@@ -12,16 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rill.dashboard.log_index import IndexState, LogIndex, LogIndexer
+from rill.dashboard.log_index import IndexState, LogIndex
 from rill.dashboard.log_reader import Block
 from rill.dashboard.rollout_index import id_code
-from rill.dashboard.table import Table, read_range
+from rill.dashboard.table import read_range
 
 SAMPLE = np.dtype([("id", "<u8"), ("offset", "<u8"), ("length", "<u4")])
-
-
-class TrainedState(IndexState, kw_only=True):
-    num_samples: int = 0
 
 
 class _Record(msgspec.Struct):
@@ -31,12 +27,12 @@ class _Record(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Record)
 
 
-class TrainedIndexer(LogIndexer[TrainedState]):
-    state_type = TrainedState
+class TrainedIndex(LogIndex[IndexState]):
+    state_type = IndexState
 
-    def __init__(self, log: Path, folder: Path) -> None:
-        super().__init__(log, folder)
-        self._samples = Table(folder / "samples.bin", SAMPLE, self.state.num_samples, is_writer=True)
+    def __init__(self, log: Path, folder: Path, state: IndexState, *, is_writer: bool = False) -> None:
+        super().__init__(log, folder, state, is_writer=is_writer)
+        self._samples = self._table("samples", SAMPLE)
 
     def add(self, block: Block) -> None:
         rows = []
@@ -46,15 +42,10 @@ class TrainedIndexer(LogIndexer[TrainedState]):
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
         self._samples.append(np.array(rows, dtype=SAMPLE))
-        self.state.num_samples = self._samples.num_rows
-
-
-class TrainedIndex(LogIndex[TrainedState]):
-    state_type = TrainedState
 
     def find(self, ids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """The newest record of each sample that has one: a resumed run may have trained on it twice."""
-        rows = Table(self.folder / "samples.bin", SAMPLE, self.state.num_samples).read()
+        rows = self._samples.read()
         found: dict[str, dict[str, Any]] = {}
         for name in ids:
             places = np.flatnonzero(rows["id"] == np.uint64(id_code(name)))

@@ -38,19 +38,19 @@ def test_an_index_that_somebody_deletes_is_made_again(tmp_path: Path) -> None:
     shutil.rmtree(run.path / INDEX_FOLDER)
     running.update()
     assert progress(run.path) == 1.0
-    assert [index.state.num_spans for index in indexer.trace_indexes(run.path)] == [3, 1]
+    assert [index.spans.num_rows for index in indexer.trace_indexes(run.path)] == [3, 1]
 
 
 def test_a_log_that_cannot_be_read_costs_itself_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = small_run(tmp_path)
-    make = indexer.TraceIndexer
+    make = indexer.TraceIndex.to_write
 
-    def refuse(log: Path, folder: Path) -> indexer.TraceIndexer:
+    def refuse(log: Path, folder: Path) -> indexer.TraceIndex:
         if log.stem == "driver":
             raise PermissionError(f"{log} is not yours")
         return make(log, folder)
 
-    monkeypatch.setitem(indexer.INDEXERS, indexer.TRACE, refuse)
+    monkeypatch.setattr(indexer.TraceIndex, "to_write", refuse)
     RunIndexer(run.path).update()
     assert [index.log.stem for index in indexer.trace_indexes(run.path)] == ["rollout[0]#0"]
 
@@ -81,4 +81,4 @@ def test_times_that_cannot_be_are_passed_over(tmp_path: Path) -> None:
         with (run.path / "trace" / "driver.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
     RunIndexer(run.path).update()
-    assert [index.state.num_spans for index in indexer.trace_indexes(run.path)] == [3, 1]
+    assert [index.spans.num_rows for index in indexer.trace_indexes(run.path)] == [3, 1]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from rill.dashboard.log_index import STATE_FILE
-from rill.dashboard.trace_index import NUM_BINS, UNFINISHED, TraceIndex, TraceIndexer, bins_path
+from rill.dashboard.trace_index import NUM_BINS, UNFINISHED, TraceIndex, bins_path
 from tests.dashboard.folders import BEGIN_NS, SECOND, append, process, span
 
 
 def indexed(log: Path, folder: Path) -> TraceIndex:
-    for _ in TraceIndexer(log, folder).update():
+    for _ in TraceIndex.to_write(log, folder).update():
         pass
     found = TraceIndex.open(log, folder)
     assert found is not None
@@ -80,7 +80,7 @@ def test_a_log_that_grows_is_indexed_from_where_it_was(tmp_path: Path) -> None:
     indexed(log, folder)
     with log.open("ab") as file:
         file.write(b'{"kind": "span", "name": "cut')  # a writer in the middle of a line
-    assert indexed(log, folder).state.num_spans == 1
+    assert indexed(log, folder).spans.num_rows == 1
     with log.open("ab") as file:
         file.write(f'", "lane": "lane", "at_ns": {BEGIN_NS + SECOND}, "duration_ns": 5}}\n'.encode())
     index = indexed(log, folder)
