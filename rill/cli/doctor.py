@@ -63,6 +63,11 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
+def told(what: str, found: str, advice: str = "", state: State = State.WARNING) -> Finding:
+    """Well where there is nothing to do about it."""
+    return Finding(what, state if advice else State.OK, found, advice)
+
+
 _STYLES = {
     State.OK.value: "green",
     State.ABSENT.value: "dim",
@@ -144,10 +149,8 @@ def examine() -> Iterator[Finding]:
 
 def _python() -> Finding:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.platform != "linux":
-        advice = "runs need Linux (a container or a virtual machine will do); looking at runs works here"
-        return Finding("python", State.WARNING, found, advice)
-    return Finding("python", State.OK, found)
+    advice = "runs need Linux (a container or a virtual machine will do); looking at runs works here"
+    return told("python", found, "" if sys.platform == "linux" else advice)
 
 
 def _libraries() -> Iterator[Finding]:
@@ -155,27 +158,26 @@ def _libraries() -> Iterator[Finding]:
     try:
         required = metadata.requires("rill") or []
     except metadata.PackageNotFoundError:
-        yield Finding("rill", State.BROKEN, "not installed", "pip install -e . in the checkout")
+        yield told("rill", "not installed", "pip install -e . in the checkout", State.BROKEN)
         return
-    yield Finding("rill", State.OK, metadata.version("rill"))
+    yield told("rill", metadata.version("rill"))
     for requirement in required:
         if "extra ==" in requirement:
             continue
         name = requirement.split(";")[0].strip().rstrip("0123456789.,<>=!~ ")
         try:
-            yield Finding(name, State.OK, metadata.version(name))
+            yield told(name, metadata.version(name))
         except metadata.PackageNotFoundError:
-            advice = f'pip install "{requirement}"'
-            yield Finding(name, State.BROKEN, "not installed", advice)
+            yield told(name, "not installed", f'pip install "{requirement}"', State.BROKEN)
 
 
 def _devices() -> Iterator[Finding]:
-    yield Finding("cpu", State.OK, f"{_num_cores()} cores")
+    yield told("cpu", f"{_num_cores()} cores")
     try:
         import torch
     except (ImportError, OSError) as error:
         advice = "reinstall torch: pip install --force-reinstall torch"
-        yield Finding("torch", State.BROKEN, str(error).splitlines()[0], advice)
+        yield told("torch", str(error).splitlines()[0], advice, State.BROKEN)
         return
     if not torch.cuda.is_available():
         has_driver = Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
@@ -183,8 +185,7 @@ def _devices() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found = f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB"
-        yield Finding(f"cuda:{index}", State.OK, found)
+        yield told(f"cuda:{index}", f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB")
 
 
 def _num_cores() -> int:
@@ -194,12 +195,12 @@ def _num_cores() -> int:
 
 def _no_cuda(*, has_driver: bool, has_cuda_build: bool) -> Finding:
     if not has_driver:
-        return Finding("cuda", State.ABSENT, "no NVIDIA driver", "small models train on the CPU")
+        return told("cuda", "no NVIDIA driver", "small models train on the CPU", State.ABSENT)
     if has_cuda_build:
         advice = "torch is built for CUDA but sees no device: check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
-        return Finding("cuda", State.WARNING, "no device", advice)
+        return told("cuda", "no device", advice)
     advice = "this torch is built for CPUs: install a CUDA build of it to use the GPU"
-    return Finding("cuda", State.WARNING, "a driver, but no CUDA in torch", advice)
+    return told("cuda", "a driver, but no CUDA in torch", advice)
 
 
 def _memory() -> Finding:
@@ -207,68 +208,50 @@ def _memory() -> Finding:
 
     memory = psutil.virtual_memory()
     found = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
-    if memory.available < 2 * _GIB:
-        return Finding("memory", State.WARNING, found, "the demo needs about 2 GiB")
-    return Finding("memory", State.OK, found)
+    return told("memory", found, "the demo needs about 2 GiB" if memory.available < 2 * _GIB else "")
 
 
 def _shared_memory(folder: Path) -> Finding:
     """Tensors pass between processes of one machine through it."""
-    if not folder.is_dir():
-        return Finding("shared memory", State.WARNING, f"no {folder}")
-    free_bytes = shutil.disk_usage(folder).free
-    found = f"{free_bytes / _GIB:.1f} GiB free in {folder}"
-    if free_bytes < _GIB:
-        advice = "tensors travel through it: in Docker, run with --shm-size=8g or --ipc=host"
-        return Finding("shared memory", State.WARNING, found, advice)
-    return Finding("shared memory", State.OK, found)
+    free_bytes = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    advice = "tensors travel through it: in Docker, run with --shm-size=8g or --ipc=host"
+    return told(
+        "shared memory", f"{free_bytes / _GIB:.1f} GiB free in {folder}", advice if free_bytes < _GIB else ""
+    )
 
 
 def _open_files() -> Finding:
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit < 4096 and limit < hard_limit:
-        advice = f"large clusters open many sockets: ulimit -n {min(hard_limit, 65536)}"
-        return Finding("open files", State.WARNING, f"at most {limit}", advice)
-    return Finding("open files", State.OK, f"at most {limit}")
+    advice = f"large clusters open many sockets: ulimit -n {min(hard_limit, 65536)}"
+    return told("open files", f"at most {limit}", advice if limit < min(4096, hard_limit) else "")
 
 
 def _disk(folder: Path) -> Finding:
     free_bytes = shutil.disk_usage(folder).free
     found = f"{free_bytes / _GIB:.0f} GiB free here"
-    if free_bytes < 5 * _GIB:
-        return Finding("disk", State.WARNING, found, "checkpoints may not fit")
-    return Finding("disk", State.OK, found)
+    return told("disk", found, "checkpoints may not fit" if free_bytes < 5 * _GIB else "")
 
 
 def _compiler() -> Finding:
     """The kernels of models on the CPU are compiled on first use and kept."""
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if found is None:
-        line = install_line(apt="g++", dnf="gcc-c++", pacman="gcc", apk="g++", brew="gcc")
-        advice = f"on the CPU models run through plain torch, slower; for rill's kernels: {line}"
-        return Finding("compiler", State.WARNING, "no C++ compiler on PATH", advice)
-    return Finding("compiler", State.OK, found)
+    if found is not None:
+        return told("compiler", found)
+    line = install_line(apt="g++", dnf="gcc-c++", pacman="gcc", apk="g++", brew="gcc")
+    advice = f"on the CPU models run through plain torch, slower; for rill's kernels: {line}"
+    return told("compiler", "no C++ compiler on PATH", advice)
 
 
 def _headers() -> Finding:
     """Triton compiles a small C file against them when a GPU is first used."""
     folder = sysconfig.get_paths()["include"]
     if (Path(folder) / "Python.h").is_file():
-        return Finding("python headers", State.OK, folder)
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return told("python headers", folder)
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     line = install_line(
-        apt=f"python{version}-dev",
-        dnf=f"python{version}-devel",
-        pacman="python",
-        apk="python3-dev",
-        brew="python",
+        apt=f"{python}-dev", dnf=f"{python}-devel", pacman="python", apk="python3-dev", brew="python"
     )
-    return Finding(
-        "python headers",
-        State.WARNING,
-        f"no {folder}/Python.h",
-        f"Triton's kernels on a GPU need them: {line}",
-    )
+    return told("python headers", f"no {folder}/Python.h", f"Triton's kernels on a GPU need them: {line}")
 
 
 def install_line(**packages: str) -> str:
@@ -286,13 +269,11 @@ def _sandbox() -> Finding:
     from rill.envs.sandbox import missing
 
     problem = missing()
-    if problem is not None:
-        advice = f"code rewards and sandboxed tools refuse to run here: {problem}"
-        if shutil.which("bwrap") is None:
-            names = dict.fromkeys(("apt", "dnf", "pacman", "apk"), "bubblewrap")
-            advice = f"code rewards and sandboxed tools refuse to run here: {install_line(**names)}"
-        return Finding("sandbox", State.WARNING, "none", advice)
-    return Finding("sandbox", State.OK, "bubblewrap")
+    if problem is None:
+        return told("sandbox", "bubblewrap")
+    if shutil.which("bwrap") is None:
+        problem = install_line(**dict.fromkeys(("apt", "dnf", "pacman", "apk"), "bubblewrap"))
+    return told("sandbox", "none", f"code rewards and sandboxed tools refuse to run here: {problem}")
 
 
 def _containers() -> Finding:
@@ -300,19 +281,20 @@ def _containers() -> Finding:
     from rill.envs.sandbox.container import find_cli
 
     try:
-        return Finding("containers", State.OK, os.path.basename(find_cli()))
+        return told("containers", os.path.basename(find_cli()))
     except UnsupportedError as error:
-        return Finding("containers", State.ABSENT, "none", f'sandbox = "container": {error}')
+        return told("containers", "none", f'sandbox = "container": {error}', State.ABSENT)
 
 
 def _extra(module: str) -> Finding:
     package, extra, purpose = EXTRAS[module]
     if importlib.util.find_spec(module) is None:
-        return Finding(package, State.ABSENT, "not installed", f'for {purpose}: pip install "rill[{extra}]"')
+        advice = f'for {purpose}: pip install "rill[{extra}]"'
+        return told(package, "not installed", advice, State.ABSENT)
     try:
-        return Finding(package, State.OK, metadata.version(package))
+        return told(package, metadata.version(package))
     except metadata.PackageNotFoundError:
-        return Finding(package, State.OK, "unknown version")
+        return told(package, "unknown version")
 
 
 def _verdict(findings: list[Finding]) -> str:
