@@ -72,9 +72,7 @@ class LoggedEngine:
 
     def _known(self, requests: Sequence[Request]) -> dict[str, LoggedSequence]:
         """What the log has of them, by request id; nothing but a listing of a folder where no process has died."""
-        lost = {
-            group for group in {group_of(request.id) for request in requests} if self._reader.has_left(group)
-        }
+        lost = self._reader.left_of({group_of(request.id) for request in requests})
         if not lost:
             return {}
         self._reader.read_all()

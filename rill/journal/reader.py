@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,11 +126,16 @@ class LogReader:
         self._writers: dict[str, _Writer] = {}
         self._known: set[str] = set()
 
-    def has_left(self, group: str) -> bool:
-        """Whether a process that is gone had to do with the group: then look for it. Costs a listing of the folder."""
+    def left_of(self, groups: Iterable[str]) -> set[str]:
+        """The groups with which a process that is gone had to do: then look for them. Costs a listing of the folder,
+        however many they are."""
         for writer in self._find_gone():
             writer.read(self._find_needed() or _everything)
-        return any(writer.is_gone and group in writer.ids for writer in self._writers.values())
+        gone = [writer for writer in self._writers.values() if writer.is_gone]
+        return {group for group in groups if any(group in writer.ids for writer in gone)}
+
+    def has_left(self, group: str) -> bool:
+        return bool(self.left_of([group]))
 
     def read_all(self) -> None:
         """Everything that is written by now, of the living too."""

@@ -247,7 +247,9 @@ def test_sixteen_bytes_a_token_are_enough(tmp_path: Path) -> None:
     assert num_bytes / (64 * 256) <= 16
 
 
-def test_a_reader_follows_a_log_that_grows_and_tells_the_dead_from_the_living(tmp_path: Path) -> None:
+def test_a_reader_follows_a_log_that_grows_and_tells_the_dead_from_the_living(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = TokenLog(tmp_path, "rollout-0", NOW)
     reader = LogReader(tmp_path)
     number = log.open("g00000001/0#a", num_prompt=5, base=0)
@@ -258,6 +260,12 @@ def test_a_reader_follows_a_log_that_grows_and_tells_the_dead_from_the_living(tm
     log.tokens(number, *columns(2, 2))
     log.close()
     assert reader.has_left("g00000001") and not reader.has_left("g00000002")
+    looks: list[Path] = []
+    monkeypatch.setattr(
+        "rill.journal.reader.segments", lambda folder: looks.append(folder) or segments(folder)
+    )
+    assert reader.left_of({"g00000001", "g00000002", "g00000003"}) == {"g00000001"}
+    assert len(looks) == 1, "the folder may be on another machine"
     found = reader.sequence("g00000001/0#a")
     assert found is not None and found.token_ids.tolist() == [0, 1, 2, 3]
 
