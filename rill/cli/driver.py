@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -144,64 +144,69 @@ class Interrupts:
         )
 
 
+class Recorder:
+    """Writes down what is reported: figures, and with the first of them the settings that a resumed run has gone on
+    with."""
+
+    def __init__(
+        self, run: Run, metrics: MetricLog, note: Callable[[str], None], changed_config: str | None
+    ) -> None:
+        self._run = run
+        self._metrics = metrics
+        self._note = note
+        self.changed_config = changed_config
+        """None: there are none, or it has gone on with them."""
+
+    def observe(self, report: StepReport) -> None:
+        if report.phase == "restart":
+            self.rewind()
+        else:
+            if self.changed_config is not None:
+                write_atomically(self._run.config_path, self.changed_config)
+                self.changed_config = None
+            self._metrics.write(logged_step(report), report.metrics)
+        for note in report.notes:
+            self._note(note)
+
+    def rewind(self) -> None:
+        """The run goes on from its last checkpoint."""
+        checkpoints = whole_checkpoints(self._run)
+        self._metrics.rewind(step_of(checkpoints[-1]) if checkpoints else BEFORE_ALL)
+
+
 def _drive(
     config: RecipeConfig, run: Run, changed_config: str | None, is_log_stale: bool
 ) -> tuple[Progress, Sequence[Finding]]:
     trace.configure(run.path, "driver")
     told = RunInfo(name=run.name, id=run.id, directory=run.path, config=config.model_dump())
-    sinks = build_sinks(config.sinks, told, say)
-    metrics = MetricLog(run.path, sinks)
-    checkpoints = whole_checkpoints(run)
-    if checkpoints or has_figures(run):
-        metrics.rewind(step_of(checkpoints[-1]) if checkpoints else BEFORE_ALL)
+    metrics = MetricLog(run.path, build_sinks(config.sinks, told, say))
     progress = Progress(Screen())
+    recorder = Recorder(run, metrics, progress.note, changed_config)
+    if whole_checkpoints(run) or has_figures(run):
+        recorder.rewind()
     interrupts = Interrupts(progress, config.stop_grace_s)
-
-    def record(report: StepReport) -> None:
-        nonlocal changed_config
-        if report.phase == "restart":
-            metrics.rewind(report.step if whole_checkpoints(run) else BEFORE_ALL)
-        else:
-            if changed_config is not None:
-                write_atomically(run.config_path, changed_config)
-                changed_config = None
-            metrics.write(logged_step(report), report.metrics)
-        for note in report.notes:
-            progress.note(note)
+    stall = StallWatch(progress.note)
+    watch = _watch(config, run, progress)
 
     def machine() -> dict[str, float]:
         return guards.room_left(run.path, newest_size(run))
 
-    def tell(finding: Finding) -> None:
-        progress.note(f"guard: {finding}")
-        if finding.guard == FAILING_REWARDS and (error := latest_error(run)):
-            progress.note(f"  for example: {error}")
-
-    watch = GuardWatch(run.path, config.guards(), tell)
-
-    def guard(report: StepReport) -> None:
+    def show(report: StepReport) -> None:
         def look_again() -> dict[str, float]:
             interrupts.observe(report)  # the step is whole: who wishes to stop need not wait for room
             stall.observe(report)  # nobody is stuck
             return machine()
 
+        if report.phase != "restart":
+            progress.observe(report)
         if report.phase == "step":
             watch.check(report.step, {**report.metrics, **machine()}, look_again)
 
-    stall = StallWatch(progress.note)
-
-    def show(report: StepReport) -> None:
-        if report.phase != "restart":
-            progress.observe(report)
-            guard(report)
-
-    observers = [record, stall.observe, show, interrupts.observe]
+    observers = [recorder.observe, stall.observe, show, interrupts.observe]
     say(f"run folder: {run.path}")
-    if changed_config is not None and not checkpoints:
-        say(
-            "it has no whole checkpoint yet: it begins at the start"
-            + ("" if is_log_stale else ", with what the token log holds")
-        )
+    if changed_config is not None and not whole_checkpoints(run):
+        log = "" if is_log_stale else ", with what the token log holds"
+        say(f"it has no whole checkpoint yet: it begins at the start{log}")
     undo = begin_anew(run, changed_config) if changed_config is not None and is_log_stale else None
     try:
         with progress, stall, interrupts.listening(), _warnings_to(progress):
@@ -209,7 +214,7 @@ def _drive(
         if (run.path / "model").is_dir() and (card := training_card(config, run.id)) is not None:
             card.save(run.path / "model")
     except Exception:
-        if undo is not None and changed_config is not None:
+        if undo is not None and recorder.changed_config is not None:
             undo()
         raise
     finally:
@@ -220,6 +225,15 @@ def _drive(
         metrics.close()
         trace.flush()
     return progress, watch.findings
+
+
+def _watch(config: RecipeConfig, run: Run, progress: Progress) -> GuardWatch:
+    def tell(finding: Finding) -> None:
+        progress.note(f"guard: {finding}")
+        if finding.guard == FAILING_REWARDS and (error := latest_error(run)):
+            progress.note(f"  for example: {error}")
+
+    return GuardWatch(run.path, config.guards(), tell)
 
 
 def _say_what_is_left(run: Run, error: BaseException) -> None:

@@ -61,6 +61,7 @@ TRY_S = 60.0
 
 def preflight(config: RecipeConfig) -> list[str]:
     """Notes on what may go wrong; what must go wrong is an error."""
+    config.guards()  # that guard_actions names those there are
     if isinstance(config, OnlineConfig) and config.cluster.type == "local":
         _seats(config)
         if (

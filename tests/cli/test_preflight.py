@@ -86,6 +86,7 @@ def test_what_can_run_has_nothing_to_be_told() -> None:
             marks=pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here"),
         ),
         (["model.path=./nowhere"], ModelError, "there is no model folder"),
+        (['guard_actions={"lagg"="stop"}'], ConfigError, "guard 'lagg'"),
         (
             ["rollout.engine.draft_model.path=./nowhere", "rollout.engine.num_speculative_tokens=4"],
             ModelError,
