@@ -4,8 +4,9 @@ another."""
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +17,12 @@ from rill.config.resolve import resolve
 from rill.errors import RunError, UserError
 from rill.models.card import FILE as CARD_FILE
 from rill.models.card import TrainingCard, read_card
+from rill.telemetry.evaluations import Answer, costs_of, next_path, rewards_of, save
+from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run
+
+if TYPE_CHECKING:
+    from rill.cli.scoring import ScoringConfig
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -49,39 +55,17 @@ def evaluate(
     """
     given = with_overrides(_starting_point(model, task, root), overrides or [], model)
     with waiting("loading"):  # seconds: a wrong name above is answered at once
-        from rich.console import Console
-        from rich.progress import Progress
-
-        from rill.cli.scoring import ScoringConfig, score
-        from rill.telemetry.evaluations import costs_of, next_path, rewards_of, save
-        from rill.telemetry.metrics import read_metrics
-        from rill.workflows.evaluation import summarise_rewards
+        from rill.cli.scoring import ScoringConfig
     config = resolve(ScoringConfig, given.values, given.provenance)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task_id = progress.add_task("answers", total=None)
-        run = Run.find(model, root=root)
-        own = None if run is None or out is not None else next_path(run)
-        transcripts = None
-        if run is not None and own is not None:
-            steps = [row.step for row in read_metrics(run.path)]
-            transcripts = (run.path, f"eval-{own.stem}", max([0, *steps]) + 1)
-        try:
-            answers = score(
-                config,
-                lambda done, total: progress.update(task_id, completed=done, total=total),
-                transcripts=transcripts,
-            )
-        except BaseException:
-            if own is not None:
-                own.unlink()
-            raise
-    metrics: dict[str, float] = {}
-    for name, rows in rewards_of(answers).items():
-        metrics |= summarise_rewards(list(rows.values()), name)
-        for what, cost in costs_of(answers, name).items():
-            key = f"{_place(name)}/{what}"
-            metrics |= {key: cost.mean, f"{key}_low": cost.low, f"{key}_high": cost.high}
+    run = Run.find(model, root=root)
+    own = None if run is None or out is not None else next_path(run)
+    try:
+        answers = _answers(config, run, own)
+    except BaseException:
+        if own is not None:
+            own.unlink()
+        raise
+    metrics = _metrics_of(answers)
     path = out or own
     if path is not None:
         save(path, model=model, metrics=metrics, config=config.model_dump(mode="json"), answers=answers)
@@ -97,6 +81,39 @@ def evaluate(
         say(f"answers in {path}" if path is not None else "answers are not kept: -o FILE keeps them")
     if errors and len(errors) == len(answers):
         raise RunError(f"every episode failed, so nothing was measured; the first: {errors[0]}")
+
+
+def _answers(config: ScoringConfig, run: Run | None, own: Path | None) -> list[Answer]:
+    """Those of a run are in its rollout viewer too, where they have a file of their own there."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from rill.cli.scoring import score
+
+    transcripts = None
+    if run is not None and own is not None:
+        steps = [row.step for row in read_metrics(run.path)]
+        transcripts = (run.path, f"eval-{own.stem}", max([0, *steps]) + 1)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task_id = progress.add_task("answers", total=None)
+
+        def on_done(done: int, total: int) -> None:
+            progress.update(task_id, completed=done, total=total)
+
+        return score(config, on_done, transcripts=transcripts)
+
+
+def _metrics_of(answers: Sequence[Answer]) -> dict[str, float]:
+    from rill.workflows.evaluation import summarise_rewards
+
+    metrics: dict[str, float] = {}
+    for name, rows in rewards_of(answers).items():
+        metrics |= summarise_rewards(list(rows.values()), name)
+        for what, cost in costs_of(answers, name).items():
+            key = f"{_place(name)}/{what}"
+            metrics |= {key: cost.mean, f"{key}_low": cost.low, f"{key}_high": cost.high}
+    return metrics
 
 
 def _place(name: str) -> str:
