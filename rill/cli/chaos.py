@@ -126,15 +126,7 @@ def chaos(
     if is_exact(config):
         calm = Trained(recipe, changes, root, f"chaos-{seed}-calm")
         say(f"the undisturbed run, which writes to {calm.log}")
-        try:
-            if calm.process.wait(timeout_s) != 0:
-                raise UserError(f"the undisturbed run fails too: {calm.said()}")
-        except subprocess.TimeoutExpired:
-            calm.process.kill()
-            calm.process.wait(60)
-            raise UserError(
-                f"the undisturbed run has not ended after {timeout_s:g} s: give more (--timeout), or fewer loop.steps"
-            ) from None
+        calm.end(timeout_s)
     hurt = Trained(recipe, changes, root, f"chaos-{seed}-hurt")
     say(f"the run, hurt up to {faults} times, which writes to {hurt.log}")
     done = Harness(hurt, random.Random(seed), chosen, every_s, config.loop.steps).run(faults, timeout_s)
@@ -168,6 +160,18 @@ class Trained:
 
     def resume(self) -> None:
         self._start(["--resume", str(self.path)])
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until the run has ended well. UserError: it has not, and no other would."""
+        try:
+            if self.process.wait(timeout_s) != 0:
+                raise UserError(f"the undisturbed run fails too: {self.said()}")
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(60)
+            raise UserError(
+                f"the undisturbed run has not ended after {timeout_s:g} s: give more (--timeout), or fewer loop.steps"
+            ) from None
 
     @property
     def path(self) -> Path:
