@@ -12,8 +12,11 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import msgspec
 
 from rill.errors import RillError, RunError, UserError
 from rill.telemetry.run import Run, RunStatus, write_atomically
@@ -73,9 +76,9 @@ def answer_all(run_dir: Path, act: Callable[[Request], str]) -> None:
     """Act on every request. What cannot be done is refused, and the run goes on."""
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         try:
-            request = Request(**json.loads(path.read_text(encoding="utf-8")))
+            request = msgspec.json.decode(path.read_bytes(), type=Request)
             path.unlink()
-        except (OSError, ValueError, TypeError):  # taken back meanwhile, or not of `ask`
+        except (OSError, ValueError):  # taken back meanwhile, or not of `ask`
             path.unlink(missing_ok=True)
             continue
         if time.time() > request.until_s:
@@ -84,4 +87,5 @@ def answer_all(run_dir: Path, act: Callable[[Request], str]) -> None:
             answer = {"done": act(request)}
         except RillError as error:
             answer = {"refused": str(error).splitlines()[0]}
-        write_atomically(path.with_suffix(".answer"), json.dumps(answer))
+        with suppress(OSError):  # on a full disk: who asked gives up at the deadline
+            write_atomically(path.with_suffix(".answer"), json.dumps(answer))
