@@ -112,24 +112,32 @@ def _attributes(timeline: Timeline, spans: Sequence[Sequence[Any]]) -> dict[str,
 
 def _groups(run: Run, rollouts: Rollouts) -> list[dict[str, Any]]:
     """Groups spread over the run rather than its beginning, the oldest first."""
-    places = [
-        (int(version), log, place)
-        for log, index in enumerate(rollouts.indexes)
-        for place, version in enumerate(index.groups.read()["version"])
-    ]
+    places: list[tuple[int, int, int, int]] = []
+    for log, index in enumerate(rollouts.indexes):
+        rows = index.groups.read()
+        versions, lengths = rows["version"].tolist(), rows["length"].tolist()
+        places += [(version, log, place, lengths[place]) for place, version in enumerate(versions)]
     places.sort()
-    wanted = np.unique(np.linspace(0, len(places) - 1, min(MAX_GROUPS, len(places))).astype(int))
-    num_bytes, media_bytes = 0, 0
+    media_bytes = 0
     found: list[dict[str, Any]] = []
-    for i in wanted.tolist() if places else []:
-        _, log, place = places[i]
-        num_bytes += int(rollouts.indexes[log].groups.read(place, place + 1)[0]["length"])
-        if num_bytes > MAX_ROLLOUT_BYTES:
-            break
+    for i in _spread([length for *_, length in places]):
+        _, log, place, _ = places[i]
         group = rollouts.group(log, place)
         media_bytes += _embed_media(run, group, MAX_MEDIA_BYTES - media_bytes)
         found.append({**group, "log": 0, "place": len(found)})
     return found
+
+
+def _spread(lengths: Sequence[int]) -> list[int]:
+    """Which of so many groups of these lengths a file has room for, evenly from the first to the last."""
+    count = min(MAX_GROUPS, len(lengths))
+    while count:
+        wanted = np.unique(np.linspace(0, len(lengths) - 1, count).astype(int)).tolist()
+        num_bytes = sum(lengths[i] for i in wanted)
+        if num_bytes <= MAX_ROLLOUT_BYTES:
+            return wanted
+        count = min(count - 1, count * MAX_ROLLOUT_BYTES // num_bytes)
+    return []
 
 
 def _embed_media(run: Run, group: dict[str, Any], room: int) -> int:

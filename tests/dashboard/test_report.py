@@ -75,6 +75,18 @@ def test_of_too_many_groups_those_kept_are_spread_over_the_run(tmp_path: Path) -
     assert data["num_recorded"] > MAX_GROUPS
 
 
+def test_of_groups_that_are_too_large_together_those_kept_are_spread_over_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_run(tmp_path)
+    many = (group(version, f"g{version}", sample("4" * 500, 1.0)) for version in range(1, 101))
+    append(run.path / "rollouts" / "rollout-1.jsonl", *many)
+    monkeypatch.setattr("rill.dashboard.report.MAX_ROLLOUT_BYTES", 50_000)
+    steps = [one["step"] for one in collect(run)["rollouts"]]
+    assert 5 < len(steps) < 20 and (steps[0], steps[-1]) == (0, 99)
+    assert max(b - a for a, b in zip(steps, steps[1:])) <= 2 * 100 / len(steps)
+
+
 def test_where_the_time_went_counts_ranks_side_by_side_once(tmp_path: Path) -> None:
     run = small_run(tmp_path)
     with MetricLog(run.path) as log:
