@@ -29,7 +29,7 @@ def find_runs(folders: Sequence[Path], root: Path) -> list[Path]:
         found = [
             path.parent
             for path in root.glob("*/status.json")
-            if path.parent.resolve().is_relative_to(inside) and path.resolve().is_relative_to(inside)
+            if not any(_leads_out(link, inside) for link in (path.parent, path))
         ]
     return sorted(found, key=_started_s, reverse=True)
 
@@ -44,7 +44,7 @@ class Catalog:
         """key -> folder, the newest first. The key is the folder's name, with a number where two share it."""
         keys: dict[str, Path] = {}
         for path in find_runs(self.folders, self.root):
-            name, key, number = path.resolve().name, path.resolve().name, 1
+            name, key, number = path.name, path.name, 1
             while key in keys:
                 number += 1
                 key = f"{name}~{number}"
@@ -85,8 +85,12 @@ def findings(run: Run) -> list[Finding]:
     return list(islice(read_findings(run.path), MAX_FINDINGS))
 
 
+def _leads_out(path: Path, folder: Path) -> bool:
+    return path.is_symlink() and not path.resolve().is_relative_to(folder)
+
+
 def _started_s(folder: Path) -> float:
     try:
-        return Run(folder).state().created_s
+        return Run(folder).created_s
     except OSError:
         return 0.0

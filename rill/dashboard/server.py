@@ -85,12 +85,12 @@ class _Answers:
     def runs(self, request: Request) -> Any:
         """The runs; of those that the page shows, also how much of their logs is indexed."""
         found, watched = [], request.query_params.get("watch", "").split(",")
-        for key in self._catalog.runs():
+        for key, path in self._catalog.runs().items():
             try:
-                run = self._catalog.open(key)
+                run = Run(path)
                 indexed = round(indexer.progress(run.path), 4) if key in watched else None
                 found.append(self._catalog.summary(key, run) | {"indexed": indexed})
-            except (OSError, UserError):
+            except OSError:
                 continue  # gone since it was listed, or not readable for this user
         return {"root": str(self._catalog.root), "runs": found}
 

@@ -146,9 +146,14 @@ class Run:
         return self.path.resolve().name
 
     @property
+    def created_s(self) -> float:
+        """Seconds since the epoch."""
+        return self._saved_state().created_s
+
+    @property
     def id(self) -> str:
         """The run's alone, whatever others are called, and the same for all its life: its name and its first start."""
-        created = hashlib.sha256(repr(self._saved_state().created_s).encode()).hexdigest()[:8]
+        created = hashlib.sha256(repr(self.created_s).encode()).hexdigest()[:8]
         return f"{self.name}-{created}"
 
     @property
@@ -216,7 +221,7 @@ class Run:
         return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
 
     def set_status(self, status: RunStatus, message: str = "") -> None:
-        self._save_state(status, message, created_s=self._saved_state().created_s)
+        self._save_state(status, message, created_s=self.created_s)
 
     @contextmanager
     def running(self) -> Iterator[Run]:
@@ -330,7 +335,7 @@ def list_runs(root: Path | str = RUNS_FOLDER) -> list[Run]:
     """Every run folder under `root`, oldest first."""
     folders = [path.parent for path in Path(root).glob("[!.]*/status.json")]
     runs = [Run(folder) for folder in folders]
-    return sorted(runs, key=lambda run: (run.state().created_s, run.name))
+    return sorted(runs, key=lambda run: (run.created_s, run.name))
 
 
 def describe_environment(argv: Sequence[str]) -> dict[str, Any]:

@@ -74,6 +74,18 @@ def test_a_run_that_appears_later_is_listed_and_one_that_goes_is_not(run: Run, t
     assert client.get("/api/run/later").json()["problem"].startswith("there is no run 'later'")
 
 
+def test_however_many_runs_there_are_each_is_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(8):
+        small_run(tmp_path, f"r{number}")
+    looks: list[Path] = []
+    state = Run.state
+    monkeypatch.setattr(Run, "state", lambda run: looks.append(run.path) or state(run))
+    assert len(ask(tmp_path, "/api/runs")["runs"]) == 8
+    assert len(looks) == 8
+
+
 def test_two_folders_of_one_name_have_keys_of_their_own(tmp_path: Path) -> None:
     folders = [small_run(tmp_path / side).path for side in ("a", "b")]
     keys = [one["key"] for one in client_of(tmp_path, folders=folders).get("/api/runs").json()["runs"]]
