@@ -17,7 +17,7 @@ from rill.inference.base import Engine
 from rill.models.loading import ModelConfig
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.metrics import read_metrics
-from rill.telemetry.rollouts import read_rollouts
+from rill.telemetry.rollouts import each_group
 from rill.workflows import recipe_schema
 from tests.e2e.tiny import start
 from tests.inference.conformance import EngineConformance
@@ -96,5 +96,5 @@ def test_a_run_with_the_example_engine_trains(tmp_path: Path) -> None:
     steps = [row.values for row in read_metrics(run.path) if "mismatch/abs_mean" in row.values]
     assert (run.path / "model" / "config.json").exists()
     assert all(values["mismatch/abs_mean"] < 1e-4 for values in steps)
-    stops = {sample.stop for group in read_rollouts(run) for sample in group.samples}
+    stops = {sample.stop for group in each_group(run) for sample in group.samples}
     assert "eos" in stops, "an answer ends where the recipe's tokenizer says it ends"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from rill.telemetry.guards import read_findings
 from rill.telemetry.metrics import MetricRow, accuracies, read_metrics
 from rill.telemetry.paired import Paired
 from rill.telemetry.paired import compare as paired_test
-from rill.telemetry.rollouts import GroupRecord, read_rollouts
+from rill.telemetry.rollouts import GroupRecord, each_group, in_order
 from rill.telemetry.run import Run, RunStatus, list_runs
 
 REWARD = "reward/mean"
@@ -129,17 +130,18 @@ def rollouts(
       rill runs rollouts demo -n 99 --search "carry"    every group with that word, up to 99
     """
     opened = Run.open(run, root=root)
-    groups = [
+    found = (
         group
-        for group in read_rollouts(opened)
+        for group in each_group(opened)
         if (step is None or group.version == step + 1)
         and (not failed or any(sample.error for sample in group.samples))
         and (not prompt or group.prompt_id == prompt)
         and (not search or any(search.lower() in "".join(sample.tokens).lower() for sample in group.samples))
-    ]
+    )
+    groups = heapq.nlargest(count, found, key=in_order)
     if not groups:
         say(_none_recorded(opened, step, failed, prompt or search))
-    say_paged(line for group in groups[-count:] for line in _group_lines(group, failed))
+    say_paged(line for group in reversed(groups) for line in _group_lines(group, failed))
 
 
 @app.command()
@@ -377,7 +379,7 @@ def _group_lines(group: GroupRecord, failed: bool) -> Iterator[str]:
 
 
 def _none_recorded(run: Run, step: int | None, failed: bool, wanted: str) -> str:
-    steps = sorted({group.version - 1 for group in read_rollouts(run) if group.version > 0})
+    steps = sorted({group.version - 1 for group in each_group(run) if group.version > 0})
     if not steps:
         return f"{run.path} has recorded no rollouts (see rollout.log_groups)"
     which = (" with a failed reward" if failed else "") + (f" with {wanted!r}" if wanted else "")

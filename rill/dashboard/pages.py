@@ -19,7 +19,7 @@ from rill.dashboard.figures import Figures
 from rill.dashboard.system import counter_series
 from rill.dashboard.timeline import Timeline
 from rill.telemetry.metrics import read_metrics
-from rill.telemetry.rollouts import read_rollouts
+from rill.telemetry.rollouts import each_group, in_order
 from rill.telemetry.run import Run
 from rill.telemetry.sinks.base import Account
 
@@ -74,13 +74,13 @@ def account_of(run: Run) -> Account:
     """What trackers are told when a run ends: its card, and the samples of groups spread over the run."""
     figures = Figures(rows=read_metrics(run.path))
     values, _, _ = read_config(run.config_path)
-    groups = read_rollouts(run)
-    chosen = groups[:: max(1, len(groups) // MAX_TOLD_GROUPS)]
+    names = sorted(map(in_order, each_group(run)))
+    chosen = set(names[:: max(1, len(names) // MAX_TOLD_GROUPS)])
     return Account(
         card=[(row["question"], row["answer"]) for row in run_card(values, run.starts(), figures)],
         rollouts=[
             (group.version - 1, sample.prompt, sample.response, sample.score)
-            for group in chosen
+            for group in sorted((each for each in each_group(run) if in_order(each) in chosen), key=in_order)
             for sample in group.samples
         ],
     )

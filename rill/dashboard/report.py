@@ -132,7 +132,7 @@ def _spread(lengths: Sequence[int]) -> list[int]:
     """Which of so many groups of these lengths a file has room for, evenly from the first to the last."""
     count = min(MAX_GROUPS, len(lengths))
     while count:
-        wanted = np.unique(np.linspace(0, len(lengths) - 1, count).astype(int)).tolist()
+        wanted: list[int] = np.unique(np.linspace(0, len(lengths) - 1, count).astype(int)).tolist()
         num_bytes = sum(lengths[i] for i in wanted)
         if num_bytes <= MAX_ROLLOUT_BYTES:
             return wanted

@@ -26,7 +26,7 @@ from rill.planning.profile import Points, WorkerProfile, shortened
 from rill.runtime.hub.history import CallRecord, Flowed
 from rill.telemetry.chrome import Event, read_trace
 from rill.telemetry.jsonl import encode_line, read_lines
-from rill.telemetry.rollouts import read_rollouts
+from rill.telemetry.rollouts import each_group
 from rill.telemetry.run import Run, write_atomically
 
 HISTORY_FILE, FLOW_FILE = "history.jsonl", "flow.json"
@@ -402,6 +402,6 @@ def _group_lengths(run: Run) -> list[float]:
     """Sampled tokens of the longest answer of each group: a group is whole when that ends."""
     return [
         float(longest)
-        for group in read_rollouts(run)
+        for group in each_group(run)
         if (longest := max((sum(sample.sampled) for sample in group.samples), default=0))
     ]

@@ -6,6 +6,7 @@ Called by the report, by `rill runs rollouts` and by the summary at the end of a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -65,15 +66,17 @@ class GroupRecord(msgspec.Struct):
     """The evaluation set it is of; empty: training."""
 
 
-def read_rollouts(run: Run) -> list[GroupRecord]:
-    """The groups that training recorded, by version and then by group."""
-    groups = [
-        record
-        for path in sorted(run.rollouts_dir.glob("*.jsonl"))
-        for record in read_records(path, GroupRecord)
-        if not record.evaluates
-    ]
-    return sorted(groups, key=lambda group: (group.version, group.group))
+def each_group(run: Run) -> Iterator[GroupRecord]:
+    """The groups that training recorded, as they stand in the files: all of a long run would not fit into memory."""
+    for path in sorted(run.rollouts_dir.glob("*.jsonl")):
+        for record in read_records(path, GroupRecord):
+            if not record.evaluates:
+                yield record
+
+
+def in_order(group: GroupRecord) -> tuple[int, str]:
+    """By version and then by group."""
+    return group.version, group.group
 
 
 def then_and_now(run: Run) -> list[SampleRecord]:
@@ -81,22 +84,30 @@ def then_and_now(run: Run) -> list[SampleRecord]:
 
     Typical is the sample with the median reward: the best would flatter, the worst would slander.
     """
-    groups = [group for group in read_rollouts(run) if group.samples]
-    if len(groups) < 2:
+    ends: dict[int, list[SampleRecord]] = {}
+    num_groups = 0
+    for group in each_group(run):
+        if group.samples:
+            num_groups += 1
+            ends.setdefault(group.version, []).extend(group.samples)
+            for between in sorted(ends)[1:-1]:
+                del ends[between]
+    if num_groups < 2:
         return []
-    ends = (groups[0].version, groups[-1].version)
-    said = [[sample for group in groups if group.version == end for sample in group.samples] for end in ends]
+    said = (ends[min(ends)], ends[max(ends)])
     return [sorted(samples, key=lambda sample: sample.score)[len(samples) // 2] for samples in said]
 
 
 def latest_error(run: Run) -> str:
     """Why the newest recorded sample with an error failed; empty when none did."""
-    errors = [sample.error for group in read_rollouts(run) for sample in group.samples if sample.error]
+    failed = (group for group in each_group(run) if any(sample.error for sample in group.samples))
+    newest = max(failed, key=in_order, default=None)
+    errors = [sample.error for sample in newest.samples if sample.error] if newest else []
     return errors[-1] if errors else ""
 
 
 def newest_failure(run: Run) -> str:
     """Why the answers of the newest recorded group failed, if all of them did: there was nothing to learn from."""
-    groups = sorted(read_rollouts(run), key=lambda group: group.group)
-    errors = [sample.error for sample in groups[-1].samples] if groups else []
+    newest = max(each_group(run), key=lambda group: group.group, default=None)
+    errors = [sample.error for sample in newest.samples] if newest else []
     return errors[-1] or "" if errors and all(errors) else ""

@@ -25,7 +25,7 @@ from rill.models.card import BARE_TEMPLATE, TrainingCard, read_card
 from rill.models.loading import ModelConfig, load_model
 from rill.models.tokenizer import build_char_tokenizer
 from rill.telemetry.evaluations import load, newest
-from rill.telemetry.rollouts import read_rollouts
+from rill.telemetry.rollouts import each_group
 from rill.telemetry.run import Run
 from rill.types import SamplingParams, StopReason
 from tests.hub import fake_hub
@@ -160,7 +160,7 @@ def test_an_evaluation_of_an_agent_tells_what_it_took_and_its_transcripts_are_in
     shown = rollouts(run.path)
     group = shown.group(0, 0)
     assert shown.num_groups == 2 and (group["evaluates"], group["step"]) == ("eval-0001 held_out", 0)
-    assert read_rollouts(run) == [], "what training recorded"
+    assert list(each_group(run)) == [], "what training recorded"
     apart = CliRunner().invoke(app, [*asked, "-o", str(tmp_path / "apart.jsonl")])
     assert apart.exit_code == 0, apart.output
     logs = [path.name for path in (run.path / "rollouts").glob("eval-*.jsonl")]

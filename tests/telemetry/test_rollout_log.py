@@ -7,7 +7,7 @@ import numpy as np
 
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.rollout_log import MAX_LOGGED_TOKENS, RolloutLog
-from rill.telemetry.rollouts import read_rollouts
+from rill.telemetry.rollouts import each_group
 from rill.telemetry.run import Run
 from rill.types import Group, Picture, Prompt, Sample, Trajectory, Turn
 
@@ -106,4 +106,4 @@ def test_answers_to_the_first_prompts_of_an_evaluation_are_kept_every_time(tmp_p
         "held_out/0@1", "held_out/1@1", "held_out/0@11", "held_out/1@11",
     ]  # fmt: skip
     assert {record["evaluates"] for record in records} == {"held_out"}
-    assert read_rollouts(Run(tmp_path / "run")) == [], "those of training are asked for"
+    assert list(each_group(Run(tmp_path / "run"))) == [], "those of training are asked for"

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.rollouts import (
     SampleRecord,
+    each_group,
+    in_order,
     latest_error,
     newest_failure,
-    read_rollouts,
     then_and_now,
 )
 from rill.telemetry.run import Run
@@ -35,7 +37,7 @@ def test_groups_of_all_engines_come_in_the_order_of_their_versions(tmp_path: Pat
         a=[(1, "g0", [sample("4", 1.0)]), (3, "g4", [sample("4", 1.0)])],
         b=[(2, "g2", [sample("5", 0.0)])],
     )
-    assert [group.group for group in read_rollouts(run)] == ["g0", "g2", "g4"]
+    assert [group.group for group in sorted(each_group(run), key=in_order)] == ["g0", "g2", "g4"]
 
 
 def test_then_and_now_are_typical_and_neither_the_best_nor_the_worst(tmp_path: Path) -> None:
@@ -47,6 +49,20 @@ def test_then_and_now_are_typical_and_neither_the_best_nor_the_worst(tmp_path: P
     )
     assert (then.prompt, then.reward, now.response, now.reward) == ("2+2=", 0.0, "4", 1.0)
     assert now.line() == "2+2=▸4   reward 1.00"
+
+
+def test_a_long_run_is_told_of_without_all_of_it_in_memory(tmp_path: Path) -> None:
+    words = [f"a{n}" * 1000 for n in range(50)]
+    groups = [(n, f"g{n:04d}", [sample(words[n % 50], 1.0, "KeyError: 'x'")]) for n in range(1, 2001)]
+    run = recorded(tmp_path, a=groups)
+    whole = run.rollouts_dir.joinpath("a.jsonl").stat().st_size
+    tracemalloc.start()
+    then, now = then_and_now(run)
+    errors = latest_error(run), newest_failure(run)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (then.response, now.response, errors) == (words[1], words[2000 % 50], ("KeyError: 'x'",) * 2)
+    assert peak < whole / 10
 
 
 def test_a_run_without_rollouts_has_nothing_to_tell(tmp_path: Path) -> None:
@@ -65,7 +81,7 @@ def test_the_latest_error_is_found(tmp_path: Path) -> None:
         tmp_path, a=[(1, "g0", [sample("4", 0.0, "KeyError: 'x'")]), (2, "g1", [sample("4", 1.0)])]
     )
     assert latest_error(run) == "KeyError: 'x'"
-    assert read_rollouts(run)[1].samples[0].error is None
+    assert list(each_group(run))[1].samples[0].error is None
 
 
 def test_why_a_run_has_nothing_to_learn_from_is_found_though_nothing_was_sampled(tmp_path: Path) -> None:
