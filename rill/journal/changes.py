@@ -41,6 +41,7 @@ HARMLESS = (
     "journal",
     "elastic",
     "guard_actions",
+    "stop_grace_s",
 )
 """Names of settings and of tables."""
 

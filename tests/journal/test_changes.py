@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rill.config import load_recipe, resolve
 from rill.errors import UserError
-from rill.journal.changes import accept
+from rill.journal.changes import HARMLESS, accept
 from rill.journal.token_log import FOLDER
+from rill.workflows import recipe_schema
 
 BEFORE = {"workflow": "grpo", "model": {"path": "a"}, "loop": {"steps": 4, "max_lag": 0}, "seed": 1}
 
@@ -17,6 +19,15 @@ def test_where_and_how_long_it_runs_may_change_and_the_token_log_is_used(tmp_pat
     (tmp_path / FOLDER).mkdir()
     after = {**BEFORE, "loop": {"steps": 9, "max_lag": 0}}
     assert accept(tmp_path, BEFORE, after) == (["changed: loop.steps = 9, was 4"], False)
+
+
+def test_what_bears_on_nothing_that_was_sampled_is_named_as_the_recipe_has_it(tmp_path: Path) -> None:
+    values = load_recipe("demo").values
+    recipe = resolve(recipe_schema(values), values).model_dump()
+    assert "stop_grace_s" in HARMLESS
+    for name in HARMLESS:
+        table, _, key = name.rpartition(".")
+        assert key in (recipe[table] if table else recipe), name
 
 
 def test_what_bears_on_sampling_sets_the_token_log_aside_and_says_so(tmp_path: Path) -> None:
