@@ -49,8 +49,11 @@ def index_folder(run: Path) -> Path:
     beside = run / INDEX_FOLDER
     if (beside.is_dir() and os.access(beside, os.W_OK)) or (not beside.exists() and os.access(run, os.W_OK)):
         return beside
-    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"rill-index-{os.getuid()}" / name
+    own = Path(tempfile.gettempdir()) / f"rill-index-{os.getuid()}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    if os.lstat(own).st_uid != os.getuid():  # whoever made it could lead what is written there elsewhere
+        raise PermissionError(f"{own} is another user's: set TMPDIR to a folder of your own")
+    return own / hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
 
 
 def trace_indexes(run: Path) -> list[TraceIndex]:

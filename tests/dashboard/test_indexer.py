@@ -74,6 +74,20 @@ def test_a_run_that_cannot_be_indexed_costs_itself_only_and_is_told_once(
     assert caplog.text.count("No space left") == 1
 
 
+def test_an_index_in_the_temporary_folder_is_in_one_of_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_run(tmp_path)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    own = indexer.index_folder(run.path).parent
+    assert own.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "rill-index-12345").mkdir()
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="another user's"):
+        indexer.index_folder(run.path)
+
+
 def test_times_that_cannot_be_are_passed_over(tmp_path: Path) -> None:
     run = small_run(tmp_path)
     for at_ns, duration_ns in ((2**63 - 1, 9), (-5, 1), (5, -1), (2**70, 0)):
