@@ -8,7 +8,6 @@ search small. A row remembers what it was made of, so that a plan can be read ba
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -24,7 +23,6 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 LATENCY, INTERVAL, MEMORY, SWAP, MIX, DEVICES = range(6)
 """Columns of a frontier's table; one for each kind of device from DEVICES on."""
 
-_MAX_CELLS = 4_000_000
 _MAX_PAIRS = 1_000_000
 _FEW_ROWS = 128
 _BLOCK = 256
@@ -172,20 +170,7 @@ def _unbeaten(table: Floats) -> Ints:
 
 def undominated(axes: Sequence[Floats | Ints], value: Floats) -> Ints:
     """Indices of the rows for which no other row is at most as large on every axis and in value."""
-    if len(axes) == 1:
-        return _undominated_in_order(axes[0], value)
-    if len(value) <= _FEW_ROWS:
-        return _undominated_in_pairs(axes, value)
-    ranks, sizes = [], []
-    for axis in axes:
-        distinct, rank = np.unique(axis, return_inverse=True)
-        ranks.append(rank.reshape(-1))
-        sizes.append(len(distinct))
-    num_cells = math.prod(sizes)
-    num_comparisons = len(value) * (_BLOCK + 4 * math.isqrt(len(value)))  # if few rows are kept, as is usual
-    if num_cells > _MAX_CELLS or num_cells * 8 > num_comparisons:
-        return _undominated_in_blocks(ranks, value)
-    return _undominated_on_grid(ranks, sizes, value)
+    return _undominated_in_order(axes[0], value) if len(axes) == 1 else _undominated_in_blocks(axes, value)
 
 
 def _undominated_in_order(axis: Floats | Ints, value: Floats) -> Ints:
@@ -197,38 +182,10 @@ def _undominated_in_order(axis: Floats | Ints, value: Floats) -> Ints:
     return np.sort(order[is_kept])
 
 
-def _undominated_in_pairs(axes: Sequence[Floats | Ints], value: Floats) -> Ints:
-    is_below = value[None, :] <= value[:, None]
-    for axis in axes:
-        is_below &= axis[None, :] <= axis[:, None]
-    is_equal = is_below & is_below.T
-    is_below &= ~is_equal | (np.arange(len(value))[None, :] < np.arange(len(value))[:, None])
-    return np.flatnonzero(~is_below.any(axis=1))
-
-
-def _undominated_on_grid(ranks: Sequence[Ints], sizes: Sequence[int], value: Floats) -> Ints:
-    """The least value in every cell of the axes' grid, against the least in all cells before it."""
-    cell = np.ravel_multi_index(tuple(ranks), tuple(sizes)) if sizes else np.zeros(len(value), np.int64)
-    order = np.argsort(-value, kind="stable")
-    grid = np.full(sizes or (1,), np.inf)
-    owner = np.full(grid.shape, -1, np.int64)
-    grid.reshape(-1)[cell[order]] = value[order]  # of several, the last, which is the least, stays
-    owner.reshape(-1)[cell[order]] = order
-    least = grid.copy()
-    for axis in range(len(sizes)):
-        np.minimum.accumulate(least, axis=axis, out=least)
-    is_kept = np.isfinite(grid)
-    for axis in range(len(sizes)):
-        later = tuple(slice(1, None) if a == axis else slice(None) for a in range(len(sizes)))
-        before = tuple(slice(None, -1) if a == axis else slice(None) for a in range(len(sizes)))
-        is_kept[later] &= grid[later] < least[before]
-    return np.sort(owner[is_kept])
-
-
-def _undominated_in_blocks(ranks: Sequence[Ints], value: Floats) -> Ints:
-    """The same by comparison, where a grid would be mostly empty: strongest rows first, against what was
-    kept so far."""
-    columns = np.stack([*ranks, np.unique(value, return_inverse=True)[1].reshape(-1)]).astype(np.int32)
+def _undominated_in_blocks(axes: Sequence[Floats | Ints], value: Floats) -> Ints:
+    """Along several, by comparison: strongest rows first, against what was kept so far."""
+    ranks = [np.unique(axis, return_inverse=True)[1].reshape(-1) for axis in (*axes, value)]
+    columns = np.stack(ranks).astype(np.int32)
     order = np.lexsort((*columns, columns.sum(axis=0)))
     columns = columns[:, order]
     is_new = np.ones(len(order), np.bool_)
