@@ -1,11 +1,11 @@
 """Replanning: a run that follows a plan compares what its steps take with what was predicted, and changes its plan when
 that pays.
 
-Answers grow while a model learns to reason, engines join and leave, and a plan that was best is best no more. After
-every step the seconds that each group worked come out of the runtime's history. `decide` prices the present plan with
-the times as they are now, searches again, and says keep or switch, with a reason to be logged. Noise moves nothing: a
-worker has drifted only when the median of its last steps is off by more than `min_drift` and by more than its own steps
-differ from each other; and a switch must gain `min_gain` of the step and pay for itself within the steps that are left.
+Answers grow while a model learns to reason, and a plan that was best is best no more. After every step the seconds that
+each group worked come out of the runtime's history. `decide` prices the present plan with the times as they are now,
+searches again, and says keep or switch, with a reason to be logged. Noise moves nothing: a worker has drifted only when
+the median of its last steps is off by more than `min_drift` and by more than its own steps differ from each other; and
+a switch must gain `min_gain` of the step and pay for itself within the steps that are left.
 The steering switches, between two steps, without a restart. Each switch is told, with its reason, and some steps later
 what it gained. Synchronous runs only: an engine that runs ahead is never seen to begin or end a batch.
 """
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rill.errors import PlanError, RunError
-from rill.planning.cost import Pool, Problem
+from rill.planning.cost import Problem
 from rill.planning.pilot import Report, Steering
 from rill.planning.plan import Plan, structure_text
 from rill.planning.price import price, stage_seconds
@@ -75,34 +75,21 @@ def decide(
     steps_left: int,
     switch_s: float = 0.0,
     steps_since_switch: int = 1_000_000,
-    pools: tuple[Pool, ...] | None = None,
     policy: Policy | None = None,
 ) -> Decision:
-    """Keep the plan or switch. `observed`: seconds of a step in which each node worked, the latest last. `pools`: the
-    devices there are now, where some have joined or left."""
+    """Keep the plan or switch. `observed`: seconds of a step in which each node worked, the latest last."""
     policy = policy or Policy()
     present = price(problem, tree)
     drifts = _drifts(problem, present.tree, observed, policy)
-    now = _with_times(problem, drifts)
-    has_devices_changed = pools is not None and pools != problem.pools
-    if has_devices_changed:
-        assert pools is not None
-        now = replace(now, pools=pools)
-    elif not drifts:
+    if not drifts:
         return Decision(reason="no worker has drifted", step_s=present.step_s, problem=problem)
-    elif steps_since_switch < policy.cooldown:
+    if steps_since_switch < policy.cooldown:
         return Decision(
             reason=f"switched {steps_since_switch} steps ago", step_s=present.step_s, problem=problem
         )
     words = ", ".join(f"{name} takes {ratio:.2f} × the predicted time" for name, ratio in drifts.items())
-    words = words or "the devices have changed"
-    best = search(now)
-    try:
-        kept_s = price(now, tree).step_s
-    except PlanError as error:  # devices of the present plan are gone
-        return Decision(
-            reason=f"{words}; the plan no longer fits ({error})", found=best, step_s=best.step_s, problem=now
-        )
+    now = _with_times(problem, drifts)
+    best, kept_s = search(now), price(now, tree).step_s
     gain_s = kept_s - best.step_s
     if gain_s < policy.min_gain * kept_s:
         reason = f"{words}; the best plan would save {max(0.0, gain_s) / kept_s:.1%} of a step, too little"
@@ -168,7 +155,7 @@ class Replanner:
     problem: Problem
     tree: Tree
     """The plan, priced."""
-    policy: Policy = field(default_factory=Policy)
+    policy: Policy = Policy()
     _began_s: float = 0.0
     _last: StepTimes | None = None
     _observed: dict[str, list[float]] = field(default_factory=dict)
@@ -237,7 +224,6 @@ class Replanner:
         found = decision.found
         assert found is not None, "a switch has a plan"
         plan = Plan.of(decision.problem, found, basis=self.profile.basis(), notes=self.plan.notes)
-        self._before_s = statistics.median(self._steps_s[-self.policy.window :])
         try:
             flow = self.config.flow.model_copy(update={"edges": edges_of(plan)})
             took_s = steering.switch(placement_of(plan), flow, plan.staying)
@@ -245,6 +231,7 @@ class Replanner:
             log.warning("replanning: the switch failed, the run goes on as before: %s", error)
             self._since_switch = 0
             return
+        self._before_s = statistics.median(self._steps_s[-self.policy.window :])
         self._say(f"replanned after step {step}, in {took_s:.1f} s: {decision.reason}")
         self.plan, self.problem, self.tree = plan, decision.problem, found.tree
         self._since_switch, self._observed, self._last = 0, {}, None

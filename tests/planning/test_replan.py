@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rill.planning.cost import Pool, Problem
+from rill.errors import RunError
+from rill.planning.cost import Problem
 from rill.planning.graph import Edge
+from rill.planning.plan import Plan
 from rill.planning.price import price, stage_seconds
-from rill.planning.replan import Policy, decide
+from rill.planning.profile import Identity, Profile
+from rill.planning.replan import Policy, Replanner, decide
 from rill.planning.search import Tree, search
+from rill.runtime.hub.history import CallRecord
+from rill.workflows.config import FlowConfig
 from tests.planning.test_search import three
 
 
@@ -110,11 +118,34 @@ def test_after_a_switch_the_new_times_are_the_predicted_ones() -> None:
     assert decide(first.problem, first.found.tree, observed, steps_left=500).found is None
 
 
-def test_devices_that_leave_force_a_plan_that_fits_and_new_ones_are_used() -> None:
+class Refusing:
+    """A steering whose groups do not come up anywhere else."""
+
+    num_asked = 0
+
+    def history(self, since_s: float = 0.0) -> list[CallRecord]:
+        return []
+
+    def switch(self, *_: object, **__: object) -> float:
+        self.num_asked += 1
+        raise RunError("no room there")
+
+
+def test_a_switch_that_failed_is_said_to_have_gained_nothing(caplog: pytest.LogCaptureFixture) -> None:
     problem = three(16, swap_s=20.0)
-    tree = search(problem).tree
-    fewer = decide(problem, tree, {}, steps_left=100, pools=(replace(problem.pools[0], count=6),))
-    assert fewer.found is not None
-    assert sum(fewer.found.tree.devices) <= 6
-    more: tuple[Pool, ...] = (replace(problem.pools[0], count=64),)
-    assert decide(problem, tree, {}, steps_left=100, pools=more).found is not None
+    found = search(problem)
+    profile = Profile(identity=Identity(model="", machine="", version=""), workers={})
+    config = SimpleNamespace(flow=FlowConfig())
+    replanner = Replanner(config, Plan.of(problem, found), profile, problem, found.tree)
+    seen = predicted(drifted(problem, "actor", 5.0), found.tree)
+    replanner._observed = {name: [seconds] * 4 for name, seconds in seen.items()}
+    replanner._steps_s = [10.0] * 4
+    steering = Refusing()
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 10):
+            report = SimpleNamespace(step=step, num_steps=500, metrics={"time/step_s": 10.0})
+            replanner.after_step(steering, report)  # type: ignore[arg-type]
+    assert steering.num_asked > 0
+    assert {record.getMessage() for record in caplog.records} == {
+        "replanning: the switch failed, the run goes on as before: no room there"
+    }
