@@ -170,7 +170,7 @@ class Launcher:
                 f"weights travel by {self.sync.transport.type}, which was set up for the devices that "
                 f"{', '.join(moved)} had at launch: groups stay, or set sync.transport = 'shm' or 'tcp'"
             )
-        before = {name: ",".join(map(str, sorted(session.devices[name]))) for name in moved}
+        before = {name: list(session.groups[name].devices.values()) for name in moved}
         for number, name in enumerate(moved):
             try:
                 self._move(name, placement[name])
@@ -258,7 +258,7 @@ class Launcher:
         with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
             list(pool.map(lambda name: self.session.groups[name].close(timeout_s=CLOSE_S), names))
 
-    def _move(self, name: str, placement: str) -> None:
+    def _move(self, name: str, placement: Placement) -> None:
         self.session.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
         self.session.reseat(name)
 

@@ -37,19 +37,24 @@ def test_engines_that_run_ahead_may_not_share_devices_with_the_trainer(tmp_path:
 
 
 def test_what_is_lost_on_its_way_back_from_a_move_that_failed_hides_nobody_who_has_to_load() -> None:
-    """A trainer that was started again without its weights must not be trained on."""
+    """A trainer that was started again without its weights must not be trained on. Engines go back to the devices that
+    each of them had: an engine may be one rank on several."""
     tries = Mock(
         side_effect=[None, RunError("the actor does not start there"), RunError("and an engine dies")]
     )
     session = SimpleNamespace(
-        groups=("rollout", "actor"),
-        devices={"rollout": frozenset({0}), "actor": frozenset({0})},
+        groups={
+            "rollout": SimpleNamespace(devices={0: (0, 1), 1: (2, 3)}),
+            "actor": SimpleNamespace(devices={0: (0,)}),
+        },
+        devices={"rollout": frozenset(range(4)), "actor": frozenset({0})},
         ids_of=lambda placement: frozenset({int(placement)}),
         can_move=True,
     )
     launch = SimpleNamespace(session=session, config=SimpleNamespace(placement=None), _move=tries)
-    moved, error = Launcher.move(launch, {"rollout": "1", "actor": "2"})  # type: ignore[arg-type]
+    moved, error = Launcher.move(launch, {"rollout": "4", "actor": "5"})  # type: ignore[arg-type]
     assert moved == ["rollout", "actor"] and "does not start there" in str(error)
+    assert tries.call_args.args == ("rollout", [(0, 1), (2, 3)])
 
 
 @pytest.mark.parametrize("recipe", ["demo", "ppo_arithmetic", "sft_arithmetic"])
