@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -112,7 +112,7 @@ def simulate(
     return _Run(problem, priced, steps, np.random.default_rng(seed), weather or Weather()).run()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Stage:
     """One loop over chunks. Items are counted through all steps."""
 
@@ -122,15 +122,12 @@ class _Stage:
     done: int = 0
     """Items that have been passed on."""
     started: int = 0
-    streaming: list[float] = field(default_factory=list)
-    """Ends of the chunks that are in flight, of a stage that streams."""
-    is_busy: bool = False
+    in_flight: int = 0
+    """Chunks that are being worked on: one, or those of a batch that streams."""
     replicas: int = 0
     lost: int = 0
     """Replicas that are being repaired."""
     slow: Floats = field(default_factory=lambda: np.ones(1))
-    run_id: int = 0
-    """Of the chunk that is being worked on."""
     turn: int = -1
     loaded_s: float = 0.0
     """The turn for which it was last put on shared devices, and when it was there."""
@@ -160,6 +157,10 @@ class _Gate:
         return all(stage.done >= needed for stage in self.others)
 
 
+_Event: TypeAlias = tuple[float, int, Callable[..., None], tuple[Any, ...]]
+"""When, its number, and what happens then, to what."""
+
+
 class _Run:
     def __init__(
         self, problem: Problem, tree: Tree, steps: int, random: np.random.Generator, weather: Weather
@@ -173,7 +174,7 @@ class _Run:
         self._add_gates(tree)
         self.sync_s = _sync_seconds(problem, tree)
         self.now_s = 0.0
-        self.events: list[tuple[float, int, str, _Stage | None, int]] = []
+        self.events: list[_Event] = []
         self.num_events = 0
         self.trained_s: list[float] = []
         self.admitted = 0
@@ -183,21 +184,21 @@ class _Run:
         self.num_devices = sum(tree.devices)
 
     def run(self) -> Simulated:
-        self._push(0.0, "admit", None, 0)
+        self._push(0.0, self._admit)
         if self.weather.failures_per_hour > 0:
             self._push_failure()
         for change in self.weather.changes:
             if change.worker not in self.by_name:
                 raise PlanError(f"a change names {change.worker!r}; the stages are {', '.join(self.by_name)}")
-            self._push(change.at_s, "change", self.by_name[change.worker], change.replicas)
+            self._push(change.at_s, self._change, self.by_name[change.worker], change.replicas)
         total = self.steps * self.batch
         while len(self.trained_s) < self.steps:
             if not self.events:
                 raise PlanError(
                     f"the plan stands still at {self.now_s:.1f} s: every worker waits for another"
                 )
-            self.now_s, _, what, stage, value = heapq.heappop(self.events)
-            getattr(self, f"_on_{what}")(stage, value)
+            self.now_s, _, happen, about = heapq.heappop(self.events)
+            happen(*about)
             for waiting in self.stages:
                 self._begin_turn(waiting)
                 while waiting.started < total and self._may_start(waiting):
@@ -215,74 +216,67 @@ class _Run:
 
     # --- events ---
 
-    def _on_admit(self, _: _Stage | None, __: int) -> None:
+    def _admit(self) -> None:
         """The next batch's prompts: as far ahead of training as the lag allows."""
         while self.admitted < min(self.steps, len(self.trained_s) + 1 + self.problem.lag):
             self.admitted += 1
             self.lengths = np.concatenate([self.lengths, self._draw(self.batch)])
 
-    def _on_ended(self, stage: _Stage | None, run_id: int) -> None:
-        assert stage is not None
-        if run_id != stage.run_id and not stage.streaming:
-            return  # it was put off by a failure
+    def _end(self, stage: _Stage) -> None:
+        """Of a chunk."""
         stage.done += stage.tree.chunk
-        if stage.streaming:
-            stage.streaming.pop(0)
-        else:
-            stage.is_busy = False
+        stage.in_flight -= 1
         if all(s.done >= (len(self.trained_s) + 1) * self.batch for s in self.stages):
-            self._push(self.now_s + self.sync_s, "trained", None, 0)
+            self._push(self.now_s + self.sync_s, self._train)
 
-    def _on_trained(self, _: _Stage | None, __: int) -> None:
+    def _train(self) -> None:
         self.trained_s.append(self.now_s)
-        self._on_admit(None, 0)
+        self._admit()
 
-    def _on_change(self, stage: _Stage | None, replicas: int) -> None:
-        assert stage is not None
+    def _change(self, stage: _Stage, replicas: int) -> None:
         stage.replicas = max(0, stage.replicas + replicas)
         stage.slow = self._slow_replicas(stage)
 
-    def _on_loaded(self, _: _Stage | None, __: int) -> None:
-        """Whoever has been put on its devices may start."""
+    def _load(self, _: _Stage) -> None:
+        """Who has been put on its devices may start."""
 
-    def _on_repaired(self, stage: _Stage | None, _: int) -> None:
-        assert stage is not None
+    def _repair(self, stage: _Stage) -> None:
         stage.lost -= 1
 
-    def _on_fails(self, _: _Stage | None, __: int) -> None:
+    def _fail(self) -> None:
         """Some device of some stage: its replica is lost for a while, and what it was doing is done by the others."""
         weights = np.array([sum(stage.tree.devices) for stage in self.stages], np.float64)
         stage = self.stages[int(self.random.choice(len(self.stages), p=weights / weights.sum()))]
         self.num_failures += 1
         if stage.alive > 0:
             stage.lost += 1
-            self._push(self.now_s + self.weather.repair_s, "repaired", stage, 0)
-            if stage.is_busy:
+            self._push(self.now_s + self.weather.repair_s, self._repair, stage)
+            if stage.in_flight:
                 self._put_off(stage)
         self._push_failure()
 
     def _push_failure(self) -> None:
         rate = self.weather.failures_per_hour / 3600 * max(1, self.num_devices)
-        self._push(self.now_s + float(self.random.exponential(1 / rate)), "fails", None, 0)
+        self._push(self.now_s + float(self.random.exponential(1 / rate)), self._fail)
 
     def _put_off(self, stage: _Stage) -> None:
-        """The running chunk lasts longer: the lost replica's share again, spread over those that are left."""
-        old = next(e for e in self.events if e[2] == "ended" and e[3] is stage and e[4] == stage.run_id)
-        extra = (old[0] - self.now_s) + (old[0] - self.now_s + 1e-9) / max(1, stage.alive)
-        self.events.remove(old)
+        """What is under way lasts longer: the lost replica's share again, spread over those that are left."""
+        ends = [event for event in self.events if event[2:] == (self._end, (stage,))]
+        self.events = [event for event in self.events if event not in ends]
         heapq.heapify(self.events)
-        delay = extra if stage.alive else extra + self.weather.repair_s
-        self._push(self.now_s + delay, "ended", stage, stage.run_id)
+        repair_s = 0.0 if stage.alive else self.weather.repair_s
+        left_s = [(end_s - self.now_s) * (1 + 1 / max(1, stage.alive)) + repair_s for end_s, *_ in ends]
+        for each_s in left_s:
+            self._push(self.now_s + each_s, self._end, stage)
         last = max(i for i, span in enumerate(self.spans) if span.node == stage.name and span.what == "work")
-        span = self.spans[last]
-        self.spans[last] = Span(span.node, span.step, span.chunk, span.start_s, self.now_s + delay)
+        self.spans[last] = replace(self.spans[last], end_s=self.now_s + max(left_s))
 
     # --- stages ---
 
     def _begin_turn(self, stage: _Stage) -> None:
         """Onload as soon as the devices are free, before there is anything to work on."""
         turn = next((stage.started // g.chunk for g in stage.gates if g.swaps), stage.turn)
-        if turn == stage.turn or stage.started >= self.steps * self.batch or stage.is_busy or stage.streaming:
+        if turn == stage.turn or stage.started >= self.steps * self.batch or stage.in_flight:
             return
         if not stage.producers and stage.started >= self.admitted * self.batch:
             return
@@ -290,11 +284,11 @@ class _Run:
             swap_s = max(seat_of(self.problem, seat)[1].swap_s for seat in stage.tree.seats)
             stage.turn, stage.loaded_s = turn, self.now_s + swap_s
             self._note(stage, self.now_s, stage.loaded_s, "swap")
-            self._push(stage.loaded_s, "loaded", stage, turn)
+            self._push(stage.loaded_s, self._load, stage)
 
     def _may_start(self, stage: _Stage) -> bool:
         size = self.batch if self._streams(stage) else stage.tree.chunk
-        if stage.is_busy or stage.streaming or stage.alive == 0 or self.now_s < stage.loaded_s:
+        if stage.in_flight or stage.alive == 0 or self.now_s < stage.loaded_s:
             return False
         if not stage.producers:
             if stage.started + size > self.admitted * self.batch:
@@ -304,19 +298,13 @@ class _Run:
         return all(gate.is_open(stage.started) for gate in stage.gates)
 
     def _start(self, stage: _Stage) -> None:
-        if self._streams(stage):
-            for end_s in self._stream_ends(stage, self.now_s):
-                stage.streaming.append(end_s)
-                self._push(end_s, "ended", stage, -1)
-            self._note(stage, self.now_s, stage.streaming[-1])
-            stage.started += self.batch
-            return
-        seconds = self._chunk_seconds(stage)
-        stage.is_busy = True
-        stage.run_id += 1
-        self._note(stage, self.now_s, self.now_s + seconds)
-        stage.started += stage.tree.chunk
-        self._push(self.now_s + seconds, "ended", stage, stage.run_id)
+        streams = self._streams(stage)
+        ends = self._stream_ends(stage, self.now_s) if streams else [self.now_s + self._chunk_seconds(stage)]
+        for end_s in ends:
+            self._push(end_s, self._end, stage)
+        self._note(stage, self.now_s, ends[-1])
+        stage.in_flight = len(ends)
+        stage.started += self.batch if streams else stage.tree.chunk
 
     def _streams(self, stage: _Stage) -> bool:
         """An engine with a whole batch in flight: where the batch is there at once."""
@@ -427,9 +415,9 @@ class _Run:
             else 1.0
         )
 
-    def _push(self, at_s: float, what: str, stage: _Stage | None, value: int) -> None:
+    def _push(self, at_s: float, happen: Callable[..., None], *about: Any) -> None:
         self.num_events += 1
-        heapq.heappush(self.events, (at_s, self.num_events, what, stage, value))
+        heapq.heappush(self.events, (at_s, self.num_events, happen, about))
 
     def _note(
         self, stage: _Stage, start_s: float, end_s: float, what: Literal["work", "swap"] = "work"

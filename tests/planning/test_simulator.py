@@ -77,6 +77,16 @@ def test_stragglers_failures_and_leaving_replicas_cost_time() -> None:
     assert simulate(problem, tree, steps=20, weather=Weather(changes=(leaving,))).mean_step_s > calm
 
 
+def test_what_a_failed_engine_was_saying_is_said_by_the_others() -> None:
+    engine = WorkerCost(options=(Option(kind="gpu", work_s=line(0.0, 1.0)),), streams=True)
+    graph = Graph(nodes=(Node(name="rollout"),), batch=64)
+    problem = Problem(graph=graph, workers={"rollout": engine}, pools=(Pool(kind="gpu", count=4),))
+    tree = search(problem).tree
+    failing = simulate(problem, tree, steps=1, weather=Weather(failures_per_hour=100.0, repair_s=0.0))
+    assert failing.num_failures > 0
+    assert failing.mean_step_s > simulate(problem, tree, steps=1).mean_step_s
+
+
 def test_replicas_that_join_help_the_slowest_stage() -> None:
     problem = three()
     tree = search(problem, Mode.SPLIT).tree
