@@ -335,6 +335,7 @@ def _short(config: Recipe, placement: Mapping[str, str], num_steps: int, **also:
     these changes, by table."""
     changes: dict[str, Any] = {
         "loop": {"steps": num_steps, "max_lag": 0, "overprovision": 0.0, "checkpoint_every": 0},
+        "elastic": {"schedule": {}, "prompts_per_engine": 0},
         "eval": {"every": 0, "num_prompts": 0, "sets": ()},
         config.warm_up_table: {"steps": 0},
         "flow": {"granularity": 0, "edges": {}},
