@@ -16,7 +16,7 @@ The search wants no cycles: `collapsed` makes one node of each (environment ↔ 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -61,8 +61,6 @@ class Graph:
     syncs: tuple[Sync, ...] = ()
     batch: int = 1
     """Items that pass through in one step."""
-    folded: tuple[Edge, ...] = field(default=())
-    """Edges inside collapsed cycles, kept for the picture."""
 
     def __post_init__(self) -> None:
         names = [node.name for node in self.nodes]
@@ -129,7 +127,6 @@ class Graph:
             ),
             syncs=tuple(sync for sync in moved if sync.source != sync.target),
             batch=self.batch,
-            folded=self.folded + tuple(e for e in self.edges if new_name[e.source] == new_name[e.target]),
         )
 
     # --- as sets of nodes: bit i stands for nodes[i] ---
