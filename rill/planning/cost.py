@@ -18,8 +18,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from rill.errors import PlanError
 from rill.planning.fit import Curve, constant
@@ -180,13 +182,15 @@ class Problem:
     def stage(self, index: int, chunk: int) -> Stage:
         """All ways to run a node at a chunk size that no other way beats."""
         node = self.graph.nodes[index]
-        tables = [self._rows(member, chunk, bool(node.members)) for member in node.members or (node.name,)]
-        return _one_worker(self, tables[0]) if len(tables) == 1 else _cycle(self, node, tables)
+        if not node.members:
+            return _one_worker(self, node.name, self._rows(node.name, chunk))
+        return _cycle(self, node, [self._rows(member, chunk, is_member=True) for member in node.members])
 
-    def _rows(self, worker: str, chunk: int, is_member: bool) -> _Rows:
+    def _rows(self, worker: str, chunk: int, *, is_member: bool = False) -> _Rows:
+        """A worker's ways at one chunk size, by devices."""
         cost, batch = self.workers[worker], self.graph.batch
         num_pinned = len(self.pins.get(worker, ()))
-        pieces = []
+        pieces = [np.zeros(0, _ROW)]
         for number, option in enumerate(cost.options):
             pool = next((i for i, pool in enumerate(self.pools) if pool.kind == option.kind), None)
             if pool is None:
@@ -202,11 +206,15 @@ class Problem:
             half = call_seconds(cost, option, -(-chunk // 2), batch, replicas)[0] if is_member else None
             memory = memory_share(cost, option, self.pools[pool], chunk, batch, replicas)
             for latency, interval in times:
-                both = latency if half is None else 2 * half
-                pieces.append(
-                    _rows_of(worker, option, number, pool, replicas, latency, interval, memory, both)
-                )
-        return _Rows.union(worker, pieces)
+                halves = latency if half is None else 2 * half
+                kept = _worth_it(memory, latency, interval, halves)
+                rows = np.zeros(len(kept), _ROW)
+                rows["pool"], rows["option"], rows["swap"] = pool, number, option.swap_s
+                rows["replicas"], rows["devices"] = replicas[kept], replicas[kept] * option.parallel
+                rows["latency"], rows["interval"] = latency[kept], interval[kept]
+                rows["memory"], rows["halves"] = memory[kept], halves[kept]
+                pieces.append(rows)
+        return np.concatenate(pieces)
 
 
 # --- time and memory of one worker ------------------------------------------------------------------------
@@ -219,7 +227,7 @@ class Lengths:
         self.sorted = np.sort(np.asarray(samples, np.float64))
         self.mean = float(self.sorted.mean())
         self.variation = float(self.sorted.std() / self.mean) if self.mean else 0.0
-        self._quantiles: dict[tuple[int, int], tuple[Floats, Floats]] = {}
+        self._quantiles: dict[int, tuple[Floats, Floats]] = {}
 
     def longest_of(self, num: float) -> float:
         """E[max of num draws] = Σ x_j (F_j^num − F_{j−1}^num)."""
@@ -227,15 +235,15 @@ class Lengths:
         powers = cumulated**num
         return float(np.sum(self.sorted * np.diff(powers, prepend=0.0)))
 
-    def quantiles(self, num: int, most: int = 512) -> tuple[Floats, Floats]:
+    def quantiles(self, num: int) -> tuple[Floats, Floats]:
         """Of num draws: as many quantiles as are needed, the last being the expected longest, and at each the share of
         all work that is done when it has been reached."""
-        count = min(most, max(64, len(self.sorted)))
-        if (num, count) not in self._quantiles:
+        if num not in self._quantiles:
+            count = min(512, max(64, len(self.sorted)))
             levels = np.quantile(self.sorted, (np.arange(count) + 0.5) / count)
             levels[-1] = max(levels[-1], self.longest_of(num))
-            self._quantiles[num, count] = levels, np.array([self.work_until(x) for x in levels])
-        return self._quantiles[num, count]
+            self._quantiles[num] = levels, np.array([self.work_until(x) for x in levels])
+        return self._quantiles[num]
 
     def work_until(self, length: float) -> float:
         """Of all the work of items worked on side by side, the share that is done when `length` has been reached."""
@@ -364,58 +372,37 @@ def memory_share(
 # --- rows of a stage --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A worker's choices at one chunk size, by devices; those that do not fit are left out."""
-
-    worker: str
-    pool: Ints
-    devices: Ints
-    latency: Floats
-    interval: Floats
-    memory: Floats
-    swap: Floats
-    option: Ints
-    replicas: Ints
-    half: Floats
-    """Both halves of the chunk, one after the other."""
-
-    @classmethod
-    def union(cls, worker: str, pieces: Sequence[_Rows]) -> _Rows:
-        names = ("pool", "devices", "latency", "interval", "memory", "swap", "option", "replicas", "half")
-        if not pieces:
-            none, no_one = np.zeros(0), np.zeros(0, np.int64)
-            return cls(worker, no_one, no_one, none, none, none, none, no_one, no_one, none)
-        return cls(worker, *(np.concatenate([getattr(piece, name) for piece in pieces]) for name in names))
-
-    def seat(self, row: int, problem: Problem) -> Seat:
-        option = problem.workers[self.worker].options[self.option[row]]
-        return Seat(self.worker, int(self.option[row]), option.kind, option.parallel, int(self.replicas[row]))
+_WHOLE, _REAL = np.int64, np.float64
+_ROW = np.dtype(
+    [
+        *((name, _WHOLE) for name in ("pool", "devices", "option", "replicas")),
+        *((name, _REAL) for name in ("latency", "interval", "memory", "swap", "halves")),
+    ]
+)
+"""One way to run a worker; `halves`: both halves of the chunk, one after the other."""
+_Rows: TypeAlias = npt.NDArray[np.void]
 
 
-def _rows_of(
-    worker: str, option: Option, number: int, pool: int, replicas: Ints, latency: Floats, interval: Floats,
-    memory: Floats, half: Floats,
-) -> _Rows:  # fmt: skip
+def _worth_it(memory: Floats, *times: Floats) -> Ints:
     """What fits into memory, as far as more devices buy something: time or memory."""
     fits = np.flatnonzero(memory <= 1.0)
     is_new = np.zeros(len(fits), np.bool_)
-    for column in (latency[fits], interval[fits], memory[fits], half[fits]):
-        lowest = np.minimum.accumulate(column) if len(column) else column
-        is_new |= np.concatenate([np.ones(min(1, len(column)), np.bool_), column[1:] < lowest[:-1]])
-    kept = fits[is_new]
-    same = np.ones(len(kept), np.int64)
-    return _Rows(
-        worker, same * pool, replicas[kept] * option.parallel, latency[kept], interval[kept], memory[kept],
-        np.full(len(kept), option.swap_s), same * number, replicas[kept], half[kept],
-    )  # fmt: skip
+    is_new[:1] = True
+    for column in (memory[fits], *(seconds[fits] for seconds in times)):
+        is_new[1:] |= column[1:] < np.minimum.accumulate(column)[:-1]
+    return fits[is_new]
 
 
-def _one_worker(problem: Problem, rows: _Rows) -> Stage:
-    devices = np.zeros((len(rows.pool), len(problem.pools)))
-    devices[np.arange(len(rows.pool)), rows.pool] = rows.devices
-    best = _best_rows(rows.latency, rows.interval, rows.memory, rows.swap, devices)
-    choices = tuple((rows.seat(int(row), problem),) for row in best.left)
+def _seat(problem: Problem, worker: str, row: np.void) -> Seat:
+    option = problem.workers[worker].options[row["option"]]
+    return Seat(worker, int(row["option"]), option.kind, option.parallel, int(row["replicas"]))
+
+
+def _one_worker(problem: Problem, worker: str, rows: _Rows) -> Stage:
+    devices = np.zeros((len(rows), len(problem.pools)))
+    devices[np.arange(len(rows)), rows["pool"]] = rows["devices"]
+    best = _best_rows(rows["latency"], rows["interval"], rows["memory"], rows["swap"], devices)
+    choices = tuple((_seat(problem, worker, row),) for row in rows[best.left])
     return Stage(Frontier.of(best.table, Source(Op.STAGE)), choices, (False,) * len(choices))
 
 
@@ -423,11 +410,10 @@ def _cycle(problem: Problem, node: Node, tables: Sequence[_Rows]) -> Stage:
     """A collapsed cycle. Shared: its members alternate on the same devices, all in memory or, where they do not fit,
     one after the other with a swap each round. Apart: each has its own devices and the items go round in two halves, so
     that the slower member is always busy."""
-    grids = np.meshgrid(*(np.arange(len(table.pool)) for table in tables), indexing="ij")
-    picked = np.stack([grid.reshape(-1) for grid in grids], axis=1)
+    grids = np.meshgrid(*(np.arange(len(table)) for table in tables), indexing="ij")
+    picked = np.stack([table[grid.reshape(-1)] for table, grid in zip(tables, grids)], axis=1)
     pool, count, whole, half, memory, swap = (
-        np.stack([getattr(t, name)[picked[:, i]] for i, t in enumerate(tables)], axis=1)
-        for name in ("pool", "devices", "latency", "half", "memory", "swap")
+        picked[name] for name in ("pool", "devices", "latency", "halves", "memory", "swap")
     )
     kinds = np.arange(len(problem.pools))
     held = np.where(pool[:, :, None] == kinds, count[:, :, None], 0)
@@ -451,7 +437,8 @@ def _cycle(problem: Problem, node: Node, tables: Sequence[_Rows]) -> Stage:
     )
     rows = possible[best.left]
     seats = tuple(
-        tuple(t.seat(int(r), problem) for t, r in zip(tables, picked[row % len(picked)])) for row in rows
+        tuple(_seat(problem, member, way) for member, way in zip(node.members, picked[row % len(picked)]))
+        for row in rows
     )
     is_apart = tuple(bool(row >= len(picked)) for row in rows)
     return Stage(Frontier.of(best.table, Source(Op.STAGE)), seats, is_apart)
