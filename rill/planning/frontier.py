@@ -168,12 +168,12 @@ def _unbeaten(table: Floats) -> Ints:
     return undominated([*columns, -table[:, MIX]] if varies[MIX] else columns, table[:, LATENCY])
 
 
-def undominated(axes: Sequence[Floats | Ints], value: Floats) -> Ints:
+def undominated(axes: Sequence[Floats], value: Floats) -> Ints:
     """Indices of the rows for which no other row is at most as large on every axis and in value."""
     return _undominated_in_order(axes[0], value) if len(axes) == 1 else _undominated_in_blocks(axes, value)
 
 
-def _undominated_in_order(axis: Floats | Ints, value: Floats) -> Ints:
+def _undominated_in_order(axis: Floats, value: Floats) -> Ints:
     """Along one axis: a row stays if its value is less than all before it."""
     order = np.lexsort((value, axis))
     ordered = value[order]
@@ -182,11 +182,10 @@ def _undominated_in_order(axis: Floats | Ints, value: Floats) -> Ints:
     return np.sort(order[is_kept])
 
 
-def _undominated_in_blocks(axes: Sequence[Floats | Ints], value: Floats) -> Ints:
-    """Along several, by comparison: strongest rows first, against what was kept so far."""
-    ranks = [np.unique(axis, return_inverse=True)[1].reshape(-1) for axis in (*axes, value)]
-    columns = np.stack(ranks).astype(np.int32)
-    order = np.lexsort((*columns, columns.sum(axis=0)))
+def _undominated_in_blocks(axes: Sequence[Floats], value: Floats) -> Ints:
+    """Along several, by comparison with what was kept so far: in lexical order, where only rows before one beat it."""
+    columns = np.stack([*axes, value])
+    order = np.lexsort(columns)
     columns = columns[:, order]
     is_new = np.ones(len(order), np.bool_)
     is_new[1:] = (columns[:, 1:] != columns[:, :-1]).any(axis=0)  # equal rows lie side by side
@@ -200,7 +199,7 @@ def _undominated_in_blocks(axes: Sequence[Floats | Ints], value: Floats) -> Ints
     return np.sort(order[kept])
 
 
-def _is_beaten(rows: npt.NDArray[np.int32], rivals: npt.NDArray[np.int32], are_same: bool = False) -> Bools:
+def _is_beaten(rows: Floats, rivals: Floats, are_same: bool = False) -> Bools:
     is_below = np.ones((rows.shape[1], rivals.shape[1]), np.bool_)
     for mine, its in zip(rows, rivals):
         is_below &= its[None, :] <= mine[:, None]
