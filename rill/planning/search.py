@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -607,8 +607,9 @@ def _pinned_pairs(problem: Problem) -> dict[tuple[int, int], bool]:
         common = ids[a] & ids[b]
         if common and ids[a] != ids[b]:
             names = problem.graph.nodes[a].name, problem.graph.nodes[b].name
+            shown = ", ".join(map(str, sorted(common)))
             raise PlanError(
-                f"{names[0]} and {names[1]} are pinned to devices that overlap in part ({_ids_text(common)}): "
+                f"{names[0]} and {names[1]} are pinned to devices that overlap in part ({shown}): "
                 "give them the same devices, or none in common"
             )
         pairs[a, b] = bool(common)
@@ -645,7 +646,3 @@ def _why_not(problem: Problem, mode: Mode, stages: Stages) -> str:
     if mode is Mode.HYBRID:
         return "no plan in which some workers share devices and others do not"
     return f"no {mode} plan obeys the pins ({', '.join(sorted(problem.pins)) or 'none'}): lift one of them"
-
-
-def _ids_text(ids: Iterable[int]) -> str:
-    return ", ".join(str(i) for i in sorted(ids))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -173,6 +173,8 @@ class _Run:
             self.by_name[edge.target].producers.append(self.by_name[edge.source])
         self._add_gates(tree)
         self.sync_s = _sync_seconds(problem, tree)
+        costs = [problem.workers[seat.worker] for stage in self.stages for seat in stage.tree.seats]
+        self.samples = next((cost.lengths for cost in costs if cost.lengths), ())
         self.now_s = 0.0
         self.events: list[_Event] = []
         self.num_events = 0
@@ -324,12 +326,9 @@ class _Run:
             done = np.interp(drawn, lengths.sorted, [lengths.work_until(x) for x in lengths.sorted])
             totals = np.bincount(replica, weights=drawn, minlength=stage.alive)[replica]
             fair = np.maximum(1e-12, items[replica] * lengths.mean)
-            waves = (
-                np.maximum(1.0, items[replica] / cost.concurrency)
-                if cost.concurrency
-                else np.ones(self.batch)
-            )
-            wave = (np.arange(self.batch) // stage.alive) // max(1, cost.concurrency or self.batch)
+            at_once = cost.concurrency or self.batch
+            waves = np.maximum(1.0, items[replica] / at_once)
+            wave = (np.arange(self.batch) // stage.alive) // at_once
             before = np.minimum(wave, waves - 1)
             ends = work * totals / fair * (before + done) / waves + option.tail_s * (
                 drawn + before * lengths.mean
@@ -355,7 +354,7 @@ class _Run:
             items = math.ceil(chunk / alive)
             work = float(work_seconds(option, np.array([items]), np.array([alive]))[0])
             # Longer answers are more work for everybody who handles them; packing balances replicas by tokens.
-            mean = self._mean_length()
+            mean = lengths_of(self.samples).mean if self.samples else 1.0
             work *= float(drawn.mean()) / mean if mean else 1.0
             waves = max(1.0, items / cost.concurrency) if cost.concurrency else 1.0
             steps = float(drawn.max()) + (waves - 1) * mean if cost.lengths else 0.0
@@ -394,26 +393,11 @@ class _Run:
     # --- draws and records ---
 
     def _draw(self, num: int) -> Floats:
-        samples = self._samples()
-        return self.random.choice(np.asarray(samples), num) if samples else np.ones(num)
-
-    def _samples(self) -> Sequence[float]:
-        for stage in self.stages:
-            for seat in stage.tree.seats:
-                if lengths := self.problem.workers[seat.worker].lengths:
-                    return lengths
-        return ()
-
-    def _mean_length(self) -> float:
-        samples = self._samples()
-        return lengths_of(tuple(samples)).mean if samples else 1.0
+        return self.random.choice(np.asarray(self.samples), num) if self.samples else np.ones(num)
 
     def _noise(self) -> float:
-        return (
-            max(0.1, 1 + self.weather.jitter * float(self.random.standard_normal()))
-            if self.weather.jitter
-            else 1.0
-        )
+        jitter = self.weather.jitter
+        return max(0.1, 1 + jitter * float(self.random.standard_normal())) if jitter else 1.0
 
     def _push(self, at_s: float, happen: Callable[..., None], *about: Any) -> None:
         self.num_events += 1
