@@ -84,6 +84,10 @@ class WorkerCost:
     rounds: int = 1
     """In a cycle: how often an item goes round."""
 
+    @property
+    def at_once(self) -> float:
+        return self.concurrency or math.inf
+
     def __post_init__(self) -> None:
         ways = [(option.kind, option.parallel) for option in self.options]
         if len(set(ways)) < len(ways):
@@ -318,7 +322,7 @@ def _arrivals(
     if lengths is None:
         return (work_s + option.step_s) * np.arange(1, k + 1) / k, np.arange(k, 0, -1).astype(np.float64)
     quantiles, done = lengths.quantiles(batch)
-    waves = max(1.0, items / cost.concurrency) if cost.concurrency else 1.0
+    waves = max(1.0, items / cost.at_once)
     before = np.minimum(np.arange(math.ceil(waves)), waves - 1)
     weight = np.minimum(1.0, waves - np.arange(math.ceil(waves)))
     ends = (before[:, None] + done) * (work_s / waves) + option.tail_s * (
@@ -353,7 +357,7 @@ def _steps(cost: WorkerCost, items: Ints, total: int) -> Floats:
     """Length units that pass before all are done: the longest, after the waves before it."""
     if not cost.lengths:
         return np.zeros(len(items))
-    waves = np.maximum(1.0, items / cost.concurrency) if cost.concurrency else np.ones(len(items))
+    waves = np.maximum(1.0, items / cost.at_once)
     result: Floats = longest(cost, total) + (waves - 1) * lengths_of(cost.lengths).mean
     return result
 
@@ -361,10 +365,8 @@ def _steps(cost: WorkerCost, items: Ints, total: int) -> Floats:
 def memory_share(
     cost: WorkerCost, option: Option, pool: Pool, chunk: int, batch: int, replicas: Ints
 ) -> Floats:
-    held = -(-(batch if cost.streams else chunk) // replicas)
-    if cost.concurrency:
-        held = np.minimum(held, cost.concurrency)
-    used = option.memory_bytes(held.astype(np.float64)) + option.sharded_bytes / (replicas * option.parallel)
+    held = np.minimum(cost.at_once, -(-(batch if cost.streams else chunk) // replicas))
+    used = option.memory_bytes(held) + option.sharded_bytes / (replicas * option.parallel)
     result: Floats = np.maximum(0.0, np.ceil(used / pool.memory_bytes * MEMORY_STEPS - 1e-9)) / MEMORY_STEPS
     return result
 

@@ -326,9 +326,8 @@ class _Run:
             done = np.interp(drawn, lengths.sorted, [lengths.work_until(x) for x in lengths.sorted])
             totals = np.bincount(replica, weights=drawn, minlength=stage.alive)[replica]
             fair = np.maximum(1e-12, items[replica] * lengths.mean)
-            at_once = cost.concurrency or self.batch
-            waves = np.maximum(1.0, items[replica] / at_once)
-            wave = (np.arange(self.batch) // stage.alive) // at_once
+            waves = np.maximum(1.0, items[replica] / cost.at_once)
+            wave = (np.arange(self.batch) // stage.alive) // cost.at_once
             before = np.minimum(wave, waves - 1)
             ends = work * totals / fair * (before + done) / waves + option.tail_s * (
                 drawn + before * lengths.mean
@@ -356,7 +355,7 @@ class _Run:
             # Longer answers are more work for everybody who handles them; packing balances replicas by tokens.
             mean = lengths_of(self.samples).mean if self.samples else 1.0
             work *= float(drawn.mean()) / mean if mean else 1.0
-            waves = max(1.0, items / cost.concurrency) if cost.concurrency else 1.0
+            waves = max(1.0, items / cost.at_once)
             steps = float(drawn.max()) + (waves - 1) * mean if cost.lengths else 0.0
             seconds = work + option.tail_s * steps
             seconds = seconds * float(stage.slow.max()) * self._noise() + option.step_s * chunk / self.batch
