@@ -57,6 +57,19 @@ def test_a_search_that_gave_up_is_waited_for_by_nobody(client: HubClient) -> Non
     assert client.call("registry.find", "driver[0]", 20) == 1
 
 
+def test_who_has_something_to_tell_a_hub_that_was_given_up_ends_nobody_elses_work(client: HubClient) -> None:
+    """As a consumer whose last view of an item's memory goes then; others hear on the same thread of memory to free."""
+    served = threading.Event()
+    client.abandon("it ended too often")
+    with pytest.raises(RunError, match="ended too often"):
+        client.call("registry.sync", None, 20)
+    client.add_ticker(lambda _: client.submit("broker.release", None) or 0.01)  # type: ignore[func-returns-value]
+    client.add_ticker(lambda _: served.set() or 0.01)  # type: ignore[func-returns-value]
+    served.wait(5)
+    served.clear()
+    assert served.wait(5)
+
+
 def test_a_refusal_arrives_as_the_error_it_names(client: HubClient) -> None:
     client.call("broker.create", ChannelOptions("c"), 20)
     with pytest.raises(ConfigError, match="choose another name"):

@@ -296,7 +296,7 @@ class HubClient:
             if self._abandoned and not self._ended_reason:
                 self._fail_all(self._abandoned)
             now_s = time.monotonic()
-            next_ticks_s = [ticker(now_s) for ticker in self._tickers]
+            next_ticks_s = [self._guard(ticker, now_s) or _HEARTBEAT_S for ticker in self._tickers]
             ping_s = _PING_S if self._requests or self._asked else _HEARTBEAT_S
             if self._send(socket, is_due=now_s - last_sent_s >= ping_s):
                 last_sent_s = now_s
@@ -383,12 +383,13 @@ class HubClient:
         self._confirm(expected)
         self._num_sent = 0
 
-    def _guard(self, handler: Callable[..., None], *args: Any) -> None:
-        """A handler's error must not end the io thread: it is logged, with its traceback."""
+    def _guard(self, handler: Callable[..., Any], *args: Any) -> Any:
+        """An error of a handler or a ticker must not end the io thread: it is logged, with its traceback."""
         try:
-            handler(*args)
+            return handler(*args)
         except Exception:  # noqa: BLE001  boundary: handlers are others' code
             _log.exception("%s: handler %r failed", self.identity, handler)
+            return None
 
     def _fail_all(self, reason: str) -> None:
         error: RillError = PeerDiedError(f"{self.identity} has no hub any more: {reason}")
