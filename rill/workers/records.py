@@ -9,7 +9,6 @@ reaches the driver.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from rill.errors import ChannelClosedError, RillError
+from rill.errors import ChannelClosedError, RillError, RunError, in_words
 from rill.inference.base import Completion
 from rill.runtime.channel import Channel, Lease
 from rill.training.balance import CostModel, partition
@@ -147,27 +146,39 @@ class Answers(Generic[A]):
         self._read_one = read
         self._lock = threading.Lock()
         self._waiting: dict[str, Future[A]] = {}
+        self._failure: RunError | None = None
+        """Why no more answers come."""
         threading.Thread(target=self._read, name="answers", daemon=True).start()
 
     def expect(self, request_id: str) -> Future[A]:
         """Before it is asked."""
         future: Future[A] = Future()
         with self._lock:
+            if self._failure is not None:
+                raise self._failure
             self._waiting[request_id] = future
         return future
 
     def _read(self) -> None:
-        with contextlib.suppress(ChannelClosedError):  # the run is over
+        try:
             while True:
                 answer = self._channel.take()
                 with self._lock:
                     future = self._waiting.pop(answer.request_id, None)
-                if future is None:  # answered twice: somebody died between the answer and the receipt
+                # Answered twice: somebody died between the answer and the receipt. Or nobody wants it any more.
+                if future is None or future.cancelled():
                     continue
                 try:
                     future.set_result(self._read_one(answer))
                 except RillError as error:
                     future.set_exception(error)
+        except ChannelClosedError:  # the run is over
+            return
+        except Exception as error:  # noqa: BLE001  boundary: else all who wait would do so for as long as a step may last
+            with self._lock:
+                self._failure = RunError(f"{self.name}: no answer can be read any more: {in_words(error)}")
+            for future in self._waiting.values():
+                future.set_exception(self._failure)
 
 
 class Flows(NamedTuple):

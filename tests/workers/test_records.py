@@ -1,14 +1,19 @@
-"""A chunk: the same shares for every rank, from a few columns."""
+"""A chunk: the same shares for every rank, from a few columns. Answers: each to who asked, and their end to all."""
 
 from __future__ import annotations
 
 import pickle
+import queue
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rill.errors import PeerDiedError, RunError
 from rill.training.balance import CostModel
-from rill.workers.records import BY_TOKENS, Chunk, Outcome, group_id, sample_key
+from rill.workers.records import BY_TOKENS, Answers, Chunk, Outcome, group_id, sample_key
 
 OUTCOMES = st.lists(
     st.tuples(st.integers(0, 10_000), st.lists(st.integers(1, 500), min_size=1, max_size=5)),
@@ -54,3 +59,33 @@ def test_shares_follow_the_cost_of_attention_where_the_trainer_says_so() -> None
     by_tokens = [len(chunk.share(rank, 2, whole_groups=False, cost=BY_TOKENS)) for rank in range(2)]
     by_cost = [len(chunk.share(rank, 2, whole_groups=False, cost=long_is_dear)) for rank in range(2)]
     assert sorted(by_tokens) == [2, 5] and sorted(by_cost) == [1, 6]
+
+
+class Line:
+    """A channel: what is put is an answer, or why there is none any more."""
+
+    name = "answers[0]"
+
+    def __init__(self) -> None:
+        self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def take(self) -> Any:
+        item = self.items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+def test_who_waits_for_an_answer_is_told_when_none_can_come_any_more() -> None:
+    line = Line()
+    answers: Answers[Any] = Answers(line)  # type: ignore[arg-type]
+    unwanted, first, second = (answers.expect(name) for name in ("unwanted", "first", "second"))
+    unwanted.cancel()
+    for name in ("unwanted", "first", "first"):
+        line.items.put(SimpleNamespace(request_id=name))
+    assert first.result(5).request_id == "first"
+    line.items.put(PeerDiedError("payload engine.3 is gone with its owner"))
+    with pytest.raises(RunError, match="answers\\[0\\]: no answer can be read .* payload engine.3 is gone"):
+        second.result(5)
+    with pytest.raises(RunError, match="payload engine.3 is gone"):
+        answers.expect("third")
