@@ -20,7 +20,6 @@ from typing import Any, Literal
 import numpy as np
 
 from rill.config import PartConfig
-from rill.envs.tokens import TokenTree
 from rill.errors import EngineError, StuckError
 from rill.inference.base import (
     Completion,
@@ -32,7 +31,7 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
-from rill.types import Floats, PolicyVersion, StopReason, TokenIds, Trajectory
+from rill.types import Floats, PolicyVersion, StopReason, TokenIds
 
 ENGINE = "tests.workflows.scripted_engine:ScriptedEngine"
 FIRST_TOKEN, NUM_TOKENS = 10, 60
@@ -261,9 +260,3 @@ class ScriptedEngine:
         }
         self._record.write(json.dumps(record) + "\n")
         self._record.flush()
-
-
-def request_of(trajectory: Trajectory) -> str:
-    """The id of the request that its answer came from."""
-    prompt = TokenTree().grow(trajectory.token_ids[: trajectory.num_prompt_tokens])
-    return f"{trajectory.id}#policy/{prompt.digest}"
