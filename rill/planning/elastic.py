@@ -51,6 +51,8 @@ class Scaler:
         self._since_s = clock()
         self._seen: deque[tuple[float, int]] = deque()
         """When it was looked, and the engines that would have done."""
+        self._peak = 0
+        """The most of these since engines last could come or go: a synchronous run ends every step with few prompts."""
         self._most = config.max_engines or 1 << 30
         """Lowered to what there is room for."""
         self._step = 0
@@ -60,8 +62,9 @@ class Scaler:
         if not self.config.prompts_per_engine:
             return
         needed = math.ceil(num_prompts() / self.config.prompts_per_engine)
-        now_s = self._clock()
-        self._seen.append((now_s, max(self.config.min_engines, needed)))
+        needed, now_s = max(self.config.min_engines, needed), self._clock()
+        self._peak = max(self._peak, needed)
+        self._seen.append((now_s, needed))
         while self._seen[0][0] < now_s - self.config.idle_s:
             self._seen.popleft()
 
@@ -80,7 +83,8 @@ class Scaler:
             except RillError as error:
                 log.warning("%d engines, %d are wanted: %s", len(ranks()), wanted, str(error).splitlines()[0])
                 self._most = len(ranks())
-                return
+                break
+        self._peak = 0
 
     def _wanted(self, num_engines: int) -> int:
         config = self.config
@@ -89,9 +93,9 @@ class Scaler:
             return min(config.schedule[max(due)], self._most)
         if not self._seen:
             return num_engines
-        newest, highest = self._seen[-1][1], max(needed for _, needed in self._seen)
-        if newest > num_engines:
-            return max(num_engines, min(newest, self._most))
+        if self._peak > num_engines:
+            return max(num_engines, min(self._peak, self._most))
+        highest = max(self._peak, *(needed for _, needed in self._seen))
         is_idle = highest < num_engines and self._clock() - self._since_s >= config.idle_s
         self._since_s = self._clock() if is_idle else self._since_s
         return num_engines - 1 if is_idle else num_engines

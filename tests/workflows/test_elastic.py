@@ -150,3 +150,17 @@ def test_an_engine_joins_while_too_many_prompts_wait_and_leaves_when_fewer_would
         scaler.look(lambda: int(now["prompts"]))
         sizes.append(fleet.attended(scaler))
     assert sizes == [1, 2, 3, 3, 3, 3, 2, 2, 1, 3]
+
+
+def test_a_synchronous_run_goes_by_the_most_prompts_that_it_saw_in_the_step() -> None:
+    """Engines come and go between two steps, and each step ends with its slowest prompts."""
+    now = {"s": 0.0, "prompts": 0}
+    scaler = Scaler(ElasticConfig(prompts_per_engine=4, idle_s=10), clock=lambda: now["s"])
+    fleet = Fleet(9)
+    sizes = []
+    for prompts_of_step in ((12, 9, 1), (12, *[1] * 15), (4, 3, 1), (4, *[1] * 15)):
+        for num_prompts in prompts_of_step:
+            now.update(s=now["s"] + 1, prompts=num_prompts)
+            scaler.look(lambda: int(now["prompts"]))
+        sizes.append(fleet.attended(scaler))
+    assert sizes == [3, 3, 2, 1], "a long step with many prompts leaves the engines that it needs"
