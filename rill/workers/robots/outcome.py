@@ -88,7 +88,8 @@ class FilmLog:
         said = episode.final.instruction
         media = []
         if recording.pictures:
-            name = f"{task.purpose}-{task.index:03d}-version-{version:05d}.gif"
+            nth = f"-{episode.id.rpartition('/')[2]}" if task.num_samples > 1 else ""
+            name = f"{task.purpose}-{task.index:03d}{nth}-version-{version:05d}.gif"
             folder = self._run / MEDIA_FOLDER
             folder.mkdir(exist_ok=True)
             (folder / name).write_bytes(gif(recording.pictures, said, success=episode.success))
