@@ -37,6 +37,7 @@ def policy_of(config: RobotConfig) -> PolicySource:
 
 
 def settings_of(config: RobotConfig) -> RobotSettings:
+    sets = config.eval.all_sets(config.data)
     return RobotSettings(
         simulator=config.simulator,
         data=config.data,
@@ -44,7 +45,7 @@ def settings_of(config: RobotConfig) -> RobotSettings:
         algorithm=config.algorithm,
         trainer=config.trainer,
         imitation=config.imitation,
-        evaluates_greedily=config.eval.temperature == 0,
+        greedy=frozenset(name for name, chosen in sets.items() if chosen.temperature == 0),
         seed=config.seed,
     )
 

@@ -10,6 +10,7 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,13 +35,15 @@ from rill.telemetry.chrome import read_trace
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run
 from rill.types import InitialState, Prompt
-from rill.workers.records import Task
+from rill.workers.records import TRAIN, Task
 from rill.workers.robots.config import ImitationConfig
+from rill.workers.robots.env import Group, RobotEnvWorker
 from rill.workers.robots.outcome import finished
 from rill.workflows.config import FlowConfig
 from rill.workflows.embodied import Embodied
 from rill.workflows.loop import StepReport
 from rill.workflows.robot_config import RobotClusterConfig
+from rill.workflows.robots import settings_of
 from tests.data.test_lerobot import written
 from tests.forks import forked_agents
 from tests.policies.checkpoints import openvla, tokenizer
@@ -142,6 +145,26 @@ def test_a_task_that_the_simulator_has_not_is_named_before_anything_starts(tmp_p
     config = recipe(data__tasks=["up"])
     with pytest.raises(ConfigError, match="no task 'up': it has left, right"):
         run_of(config, Run.create("robot", root=tmp_path, config_toml=""))
+
+
+def test_each_evaluation_set_is_played_at_its_own_temperature() -> None:
+    drawn = {"name": "drawn", "samples": 2, "temperature": 1.0, "data": recipe().data.model_dump()}
+    greedy = {**drawn, "name": "greedy", "samples": 1, "temperature": 0.0}
+    settings = settings_of(recipe(eval__sets=[drawn, greedy]))
+    worker = RobotEnvWorker.__new__(RobotEnvWorker)
+    worker.settings = settings
+    played = {}
+    for purpose in (TRAIN, "held_out", "drawn", "greedy"):
+        lease = SimpleNamespace(value=Task(index=0, prompt=Prompt(id="p"), num_samples=1, purpose=purpose))
+        played[purpose] = worker._how(Group(lease))  # type: ignore[arg-type]
+    assert played == {
+        TRAIN: (True, False),
+        "held_out": (False, True),
+        "drawn": (False, False),
+        "greedy": (False, True),
+    }
+    without_held_out = settings_of(recipe(eval__temperature=1.0, eval__sets=[drawn, greedy]))
+    assert without_held_out.greedy == {"greedy"}
 
 
 def test_robots_have_the_guards_of_every_run_and_their_own_and_a_recipe_may_change_them() -> None:

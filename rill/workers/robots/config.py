@@ -74,5 +74,6 @@ class RobotSettings:
     algorithm: EmbodiedAlgorithmConfig
     trainer: PartConfig
     imitation: ImitationConfig
-    evaluates_greedily: bool
+    greedy: frozenset[str]
+    """The evaluation sets in which the policy does not draw."""
     seed: int

@@ -145,8 +145,8 @@ class RobotEnvWorker(Worker):
             if not begun and not stage.live:
                 return
             await self._begin(stage, begun)
-            for purpose in sorted({group.task.purpose == TRAIN for group, _ in stage.live.values()}):
-                await self._chunk(stage, policy, is_training=purpose)
+            for played_as in sorted({self._how(group) for group, _ in stage.live.values()}):
+                await self._chunk(stage, policy, played_as)
             for slot in [slot for slot, (_, recording) in stage.live.items() if recording.is_over]:
                 group, recording = stage.live.pop(slot)
                 group.episodes.append(recording.trajectory())
@@ -167,20 +167,24 @@ class RobotEnvWorker(Worker):
             name, start = f"{group.task.id}/{number}", begins[slot].start
             stage.live[slot] = (group, Recording(name, group.task.id, start, firsts[slot]))
 
-    async def _chunk(self, stage: Stage, policy: RemotePolicy, *, is_training: bool) -> None:
-        """One decision of the policy and what the simulators make of it."""
+    def _how(self, group: Group) -> tuple[bool, bool]:
+        """Whether it is played for training, and whether without a draw."""
+        purpose = group.task.purpose
+        return purpose == TRAIN, purpose in self.settings.greedy
+
+    async def _chunk(self, stage: Stage, policy: RemotePolicy, played_as: tuple[bool, bool]) -> None:
+        """One decision of the policy on the episodes that are played so, and what the simulators make of it."""
         slots = [
             slot
             for slot, (group, recording) in sorted(stage.live.items())
-            if (group.task.purpose == TRAIN) is is_training and not recording.is_over
+            if self._how(group) == played_as and not recording.is_over
         ]
         if not slots:
             return
         recordings = [stage.live[slot][1] for slot in slots]
         seeds = [seed_of(self.settings.seed, recording) for recording in recordings]
         asked_s = time.perf_counter()
-        greedy = not is_training and self.settings.evaluates_greedily
-        future = policy.ask([recording.observation for recording in recordings], seeds, greedy=greedy)
+        future = policy.ask([recording.observation for recording in recordings], seeds, greedy=played_as[1])
         with trace.span("wait for the policy", lane=stage.name, simulators=len(slots)):
             answer: Answer = await asyncio.wrap_future(future)
         stage.waiting_s += time.perf_counter() - asked_s
