@@ -178,7 +178,8 @@ class Answers(Generic[A]):
             with self._lock:
                 self._failure = RunError(f"{self.name}: no answer can be read any more: {in_words(error)}")
             for future in self._waiting.values():
-                future.set_exception(self._failure)
+                if not future.cancelled():
+                    future.set_exception(self._failure)
 
 
 class Flows(NamedTuple):

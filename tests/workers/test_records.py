@@ -79,8 +79,10 @@ class Line:
 def test_who_waits_for_an_answer_is_told_when_none_can_come_any_more() -> None:
     line = Line()
     answers: Answers[Any] = Answers(line)  # type: ignore[arg-type]
-    unwanted, first, second = (answers.expect(name) for name in ("unwanted", "first", "second"))
+    names = ("unwanted", "first", "unwanted too", "second")
+    unwanted, first, unwanted_too, second = map(answers.expect, names)
     unwanted.cancel()
+    unwanted_too.cancel()
     for name in ("unwanted", "first", "first"):
         line.items.put(SimpleNamespace(request_id=name))
     assert first.result(5).request_id == "first"
