@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -518,9 +519,8 @@ def draft_model() -> None:
         "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944,
     }  # fmt: skip
     num_layers = 4
-    for size, shape, parts in (
-        ("1.5B", QWEN_1_5B, 2.0**-12), ("1.5B", QWEN_1_5B, 2.0**-6), ("7B", shape_7b, 2.0**-12), ("7B", shape_7b, 2.0**-6)
-    ):  # fmt: skip
+    shapes = {"1.5B": QWEN_1_5B, "7B": shape_7b}
+    for (size, shape), parts in product(shapes.items(), (2.0**-12, 2.0**-6)):
         model = make_model(shape)
         for name, parameter in model.named_parameters():
             if name == "model.norm.weight":
