@@ -13,6 +13,7 @@ run beside one another: requests are named by the tokens that they continue, not
 from __future__ import annotations
 
 import asyncio
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -151,6 +152,8 @@ MAX_REWARD = 1e18
 """Of an agent in an episode: the squares of what is above are not finite in single precision."""
 _ENDS = ("max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "seed")
 """Sampling settings that leave each token's distribution as it is."""
+_ORDINALS = string.digits + string.ascii_letters
+"""Of the calls in one answer: some templates want ids of nine letters and digits."""
 
 
 class Agent:
@@ -396,7 +399,7 @@ class Agent:
         content = self._encoder.without_special(content)
         made = [
             {
-                "id": f"{node.digest[:8]}{n % 10}",
+                "id": f"{node.digest[:8]}{_ORDINALS[n] if n < len(_ORDINALS) else n}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

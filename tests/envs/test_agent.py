@@ -202,6 +202,21 @@ class TestHistories:
 class TestReplay:
     """An episode that is run again calls no tool twice."""
 
+    async def test_every_one_of_many_calls_in_one_answer_has_its_own_result(self) -> None:
+        async def run(task: Prompt, agents: Agents) -> float:
+            async def double(number: int) -> int:
+                return 2 * number
+
+            await agents.policy.act(task.messages, tools=[double])
+            return 1.0
+
+        said = "".join(call("double", number=n) for n in range(70))
+        log = MemoryLog()
+        for _ in range(2):
+            episode = await episode_of(run, hermes(said, "done"), log=log)
+            results = [turn.text for turn in episode.samples[0].turns if turn.role == "tool"]
+            assert results == ["\n".join(str(2 * n) for n in range(70))]
+
     async def test_results_come_from_the_log(self) -> None:
         called: list[str] = []
 
