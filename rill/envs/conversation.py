@@ -86,6 +86,9 @@ class Offer:
         }:
             raise DataError(f"tools need a name each, and no two the same: {', '.join(sorted(doubled))}")
         parameters = {s["function"]["name"]: s["function"].get("parameters") or {} for s in schemas}
+        for name, schema in parameters.items():
+            if not isinstance(schema, Mapping):
+                raise DataError(f"tool {name}: its parameters must be a JSON schema, not {schema!r:.80}")
         key = _encode(schemas) if schemas else b""
         return Offer(tools=tools, schemas=schemas, parameters=parameters, key=key)
 

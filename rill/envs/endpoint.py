@@ -14,7 +14,6 @@ is sent comments, so that its connection lives.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import socket
 import time
@@ -22,6 +21,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from rill.data.dialects import ANTHROPIC, CHAT, RESPONSES, Answer, AnswerStream, Dialect
 from rill.envs.agent import Agent, EpisodeOver, TurnTimeout
@@ -100,11 +101,12 @@ class Server:
         if session is None:
             return _json(dialect.error("this episode is over", "session_not_found"), 404)
         try:
-            body = json.loads(await request.body())
+            body = msgspec.json.decode(await request.body())
             past = _past(session, body) if dialect is RESPONSES else []
             chat = dialect.to_chat(body)
             asked = read_body(chat)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            shows_usage = bool((chat.get("stream_options") or {}).get("include_usage"))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return _json(
                 dialect.error(f"the request cannot be read: {error}", "invalid_request_error"), status=400
             )
@@ -118,7 +120,6 @@ class Server:
         said = asyncio.ensure_future(_say(agent, asked, session.responses if dialect is RESPONSES else None))
         if not chat.get("stream"):
             return await _whole(dialect, said)
-        shows_usage = bool((chat.get("stream_options") or {}).get("include_usage"))
         return await _streamed(partial(dialect.stream, shows_usage=shows_usage), dialect, agent, said)
 
 
@@ -220,6 +221,8 @@ def read_body(body: Mapping[str, Any]) -> Asked:
     sampling: dict[str, Any] = {}
     if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
         sampling["max_new_tokens"] = int(limit)
+        if sampling["max_new_tokens"] < 1:
+            raise ValueError(f"max_tokens: at least 1, not {limit}")
     if (stop := body.get("stop")) is not None:
         sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(each, str) for each in sampling["stop"]):

@@ -254,6 +254,13 @@ async def test_a_program_that_fails_keeps_its_tokens() -> None:
         {"messages": [{"role": "user", "content": 5}]},
         {"messages": [{"role": "user", "content": ["x"]}]},
         {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"messages": [{"role": "\ud800", "content": "x"}]},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "\ud800"}}]},
+                {"role": "user", "content": "x"},
+            ]
+        },
         {
             "messages": [
                 {"role": "user", "content": "What is tea?"},
@@ -263,6 +270,9 @@ async def test_a_program_that_fails_keeps_its_tokens() -> None:
         {"messages": [{"role": "user", "content": "What is tea?"}, {"role": "assistant", "tool_calls": 5}]},
         {"tools": ["price"]},
         {"tools": [{"function": 5}]},
+        {"tools": [{"type": "function", "function": {"name": "price", "parameters": [5]}}]},
+        {"max_tokens": -5},
+        {"stream": True, "stream_options": 5},
         {"stop": [5]},
     ],
     ids=str,
