@@ -168,6 +168,13 @@ def test_chat_chunks_add_up_to_the_whole_answer() -> None:
     assert last["usage"]["total_tokens"] == 10
 
 
+def test_arguments_that_are_no_object_reach_an_anthropic_client_as_they_were_written() -> None:
+    for written in ("{broken", "[1]", '{"a": ' + "[" * 20_000):
+        call = {**CALL, "function": {"name": "price", "arguments": written}}
+        (block,) = ANTHROPIC.whole(Answer(id="0a", model="m", created=1, calls=(call,)))["content"]
+        assert block["input"] == {"arguments": written}
+
+
 def test_an_answer_that_was_cut_off_says_so_in_every_dialect() -> None:
     cut = Answer(id="0a", model="m", created=1, content="It", finish_reason="length")
     assert CHAT.whole(cut)["choices"][0]["finish_reason"] == "length"

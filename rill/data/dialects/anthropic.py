@@ -156,7 +156,7 @@ def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         given = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         given = None
     # What the model wrote is no object: shown to the tool as it is, which will refuse it.
     value = given if isinstance(given, dict) else {"arguments": function["arguments"]}
