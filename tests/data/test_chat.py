@@ -189,7 +189,7 @@ CONTENTS = ("42", ' a "quoted" <b>\\n</b> é\n', "</think> <tool_response>x", ""
 def test_a_turn_that_is_put_between_known_text_is_what_the_template_writes(name: str) -> None:
     tokenizer = tokenizer_for(dict(TEMPLATES)[name])
     framed, rendered = PromptEncoder(tokenizer), PromptEncoder(tokenizer)
-    rendered.__dict__["_constants"] = None  # always renders
+    rendered.__dict__["_is_framed"] = lambda content: False  # always renders
     said = assistant(
         "", {"id": "abc123456", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     )
