@@ -11,7 +11,8 @@ from typing import Any, Literal
 from rill.data.base import Split
 from rill.data.index import RowIndex
 from rill.data.rows import RowDataset, SequenceConfig
-from rill.errors import DataError, MissingExtraError
+from rill.errors import DataError
+from rill.registry import import_extra
 
 
 class FolderDataset(RowDataset):
@@ -45,10 +46,7 @@ class FolderDataset(RowDataset):
 
 
 def _load(path: Path, subset: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtraError("Hugging Face dataset folders need: pip install datasets") from error
+    datasets = import_extra("datasets", "Hugging Face dataset folders need: pip install datasets")
     if not path.is_dir():
         raise DataError(f"there is no folder {str(path)!r}")
     try:

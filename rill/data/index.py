@@ -41,6 +41,7 @@ Array = npt.NDArray[Any]
 WAIT_S = 1_800.0
 """Longest wait for another process; a dead one is not waited for."""
 POLL_S = 0.01
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 SAMPLE_BYTES = 4_096
 """Read at the start, the middle and the end of a file, beside its size and time."""
 
@@ -104,7 +105,7 @@ class RowIndex:
                 raise
             raise DataError(f"{self._root} was changed while it was being opened: open it again") from None
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL_DISK:
                 raise
             raise DataError(
                 f"no room for the index of {self._root} in {self.folder}: set RILL_CACHE to a folder with more"
@@ -170,7 +171,7 @@ def _read(path: Path) -> Array | None:
     """The array mapped into memory; None where it is not there or not whole."""
     try:
         found: Array = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError):
+    except (FileNotFoundError, ValueError, EOFError):
         return None
     return found
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rill.data.parquet import open_parquet
+from rill.data.parquet import read_table
 from rill.errors import ConfigError, DataError
 from rill.models.pillow import pillow
 from rill.types import Floats, Observation, Pixels, RobotSpec
@@ -72,7 +72,7 @@ class LeRobotData:
             raise DataError(f"{self._folder} holds no data/chunk-*/*.parquet")
         columns = ["episode_index", "task_index", STATE, ACTION, *self._cameras.values()]
         for file in files:
-            table = open_parquet(file).read(columns=columns).to_pydict()
+            table = read_table(file, columns)
             if missing := set(columns) - table.keys():
                 raise DataError(f"{file} has no column {', '.join(sorted(missing))}")
             actions_TA = self._scaled(
@@ -136,7 +136,7 @@ class LeRobotData:
                 except (ValueError, TypeError, KeyError) as error:
                     raise DataError(f"{lines}, line {number}: no task with its number: {error!r}") from error
             return found
-        table = open_parquet(self._folder / "meta" / "tasks.parquet").read().to_pydict()
+        table = read_table(self._folder / "meta" / "tasks.parquet")
         numbers = table.pop("task_index")
         (words,) = table.values()  # the index of a table of pandas, whose column may have any name
         return dict(zip(numbers, words, strict=True))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rill.data.base import Split
-from rill.data.index import RowIndex
+from rill.data.index import FULL_DISK, RowIndex
 from rill.data.rows import RowDataset, SequenceConfig
-from rill.errors import DataError, MissingExtraError
+from rill.errors import DataError
+from rill.registry import import_extra
 
 BATCH_ROWS = 1_024
 """Unpacked at a time: what memory has to hold."""
@@ -82,7 +84,7 @@ class ParquetDataset(RowDataset):
         return _Unpacked(self._index.once(f"{file}.arrow", lambda draft: _unpack(source, draft)))
 
     def _count_rows(self) -> npt.NDArray[np.int64]:
-        return np.array([open_parquet(file).metadata.num_rows for file in self._files], dtype=np.int64)
+        return np.array([_num_rows(file) for file in self._files], dtype=np.int64)
 
 
 class _Unpacked:
@@ -100,25 +102,38 @@ class _Unpacked:
         return self._batches[batch].slice(number - self._starts[batch], 1).to_pylist()[0]
 
 
-def open_parquet(path: Path) -> Any:
+@contextmanager
+def opened_parquet(path: Path) -> Iterator[Any]:
+    """What Arrow finds wrong with the file, now or while it is read, is a DataError."""
+    parquet = import_extra("pyarrow.parquet", "parquet files need: pip install pyarrow")
+    import pyarrow
+
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError("parquet files need: pip install pyarrow") from error
-    try:
-        return pyarrow.parquet.ParquetFile(path, memory_map=True)
+        yield parquet.ParquetFile(path, memory_map=True)
     except (pyarrow.ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno in FULL_DISK:  # where it is unpacked to
+            raise
         raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> dict[str, list[Any]]:
+    """All rows, by column."""
+    with opened_parquet(path) as file:
+        table: dict[str, list[Any]] = file.read(columns=columns).to_pydict()
+    return table
+
+
+def _num_rows(path: Path) -> int:
+    with opened_parquet(path) as file:
+        return int(file.metadata.num_rows)
 
 
 def _unpack(source: Path, target: Path) -> None:
     import pyarrow
 
-    file = open_parquet(source)
-    try:
-        with pyarrow.ipc.new_file(str(target), file.schema_arrow) as writer:
-            for batch in file.iter_batches(BATCH_ROWS):
-                writer.write_batch(batch)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{source} is not a parquet file that can be read: {error}") from error
+    with (
+        opened_parquet(source) as file,
+        pyarrow.ipc.new_file(str(target), file.schema_arrow) as writer,
+    ):
+        for batch in file.iter_batches(BATCH_ROWS):
+            writer.write_batch(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -221,6 +222,20 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, cache: Path) -> None:
         for size in (0, 40, file.stat().st_size - 8):
             file.write_bytes(file.read_bytes()[:size])
             assert [p.answer for p in prompts_of(opened("jsonl", path))] == [str(n + 1) for n in range(50)]
+
+
+def test_an_index_that_cannot_be_opened_now_is_no_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path, 3)
+    opened("jsonl", path)
+
+    def too_many(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(np, "load", too_many)
+    with pytest.raises(OSError, match="Too many open files"):
+        opened("jsonl", path)
 
 
 def test_a_bad_row_is_named_by_all_who_open(tmp_path: Path) -> None:

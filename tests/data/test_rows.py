@@ -173,6 +173,20 @@ def test_parquet_files_and_folders_with_the_row_in_errors(tmp_path: Path) -> Non
         opened("parquet", path=str(tmp_path))
 
 
+def test_a_parquet_file_whose_pages_are_broken_is_named(tmp_path: Path) -> None:
+    """Its head and its end are whole: only who unpacks it finds out."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    rows = [{"question": f"{n * n}?" * 9, "answer": str(n)} for n in range(2_000)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="snappy", use_dictionary=False)
+    raw = bytearray(path.read_bytes())
+    raw[1_000:1_100] = bytes(100)
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"rows\.parquet is not a parquet file that can be read"):
+        opened("parquet", path=str(path))
+
+
 def test_parquet_text_that_is_not_utf_8_is_named_by_file_and_row(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from rill.data.base import Split, check_has_side, on_side
 from rill.data.rows import QuestionConfig
-from rill.errors import DataError, MissingExtraError
-from rill.registry import unknown_name_message
+from rill.errors import DataError
+from rill.registry import import_extra, unknown_name_message
 from rill.types import Message, Prompt
 
 STRIDE = 1_024
@@ -78,9 +78,4 @@ class ReasoningGymDataset:
 
 
 def import_gym() -> Any:
-    try:
-        import reasoning_gym
-        import reasoning_gym.factory
-    except ImportError as error:
-        raise MissingExtraError('reasoning-gym tasks need: pip install "rill[tasks]"') from error
-    return reasoning_gym
+    return import_extra("reasoning_gym", 'reasoning-gym tasks need: pip install "rill[tasks]"')
