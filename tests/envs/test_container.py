@@ -244,6 +244,26 @@ async def test_the_code_reward_judges_in_containers(docker: Docker) -> None:
     await until(lambda: docker.containers() == [])
 
 
+async def test_sandboxes_that_are_killed_while_they_are_idle_cost_no_score(docker: Docker) -> None:
+    """Those that the pool keeps warm, and the checker's."""
+    reward = CodeReward(CodeReward.Config(sandbox="container", image="box"))
+    task = Prompt(id="p", text="q", metadata={"tests": ["assert add(1, 2) == 3"]})
+    code = "def add(a, b): return a + b"
+    try:
+        assert await reward.score(task, code, answered(code)) == 1.0
+        shelf = reward._pool._loops()
+        await until(lambda: len(shelf.ready) > 0 and not shelf.starting)
+        idle = [*shelf.ready, *reward._checkers._idle()]
+        for pid in docker.home.glob("rill-*/pid"):
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+        await until(lambda: all(sandbox.has_ended for sandbox in idle))
+        assert await reward.score(task, code, answered(code)) == 1.0
+    finally:
+        await reward._pool.close()
+        await reward._checkers.close()
+    await until(lambda: docker.containers() == [])
+
+
 def test_a_kernel_without_pidfd_serves_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """gVisor's was long without."""
 

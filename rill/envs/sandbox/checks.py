@@ -19,7 +19,7 @@ from typing import Any
 
 from rill.envs.rewards.per_loop import PerLoop
 from rill.envs.sandbox.base import SandboxError, open_sandbox
-from rill.envs.sandbox.session import Sandbox
+from rill.envs.sandbox.session import Sandbox, still_living
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Checkers:
         failed = (False,) * len(checks)
         idle = self._idle()
         # Its start is not the program's time.
-        checker = idle.pop() if idle else await self._open()
+        checker = await still_living(idle) or await self._open()
         try:
             deadline = time.monotonic() + timeout_s
             error = await _load(program, code, timeout_s)

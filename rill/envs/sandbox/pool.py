@@ -9,14 +9,13 @@ import asyncio
 import contextlib
 import functools
 import os
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rill.envs.rewards.per_loop import PerLoop
 from rill.envs.sandbox.base import Limits, open_sandbox
-from rill.envs.sandbox.session import Sandbox
+from rill.envs.sandbox.session import Sandbox, still_living
 
 
 class SandboxPool:
@@ -44,7 +43,7 @@ class SandboxPool:
     async def session(self) -> AsyncIterator[Sandbox]:
         shelf = self._loops()
         async with shelf.places:
-            sandbox = shelf.ready.popleft() if shelf.ready else await self.open()
+            sandbox = await still_living(shelf.ready) or await self.open()
             self._fill(shelf)
             try:
                 yield sandbox
@@ -76,6 +75,6 @@ class _Shelf:
 
     def __init__(self, places: asyncio.Semaphore) -> None:
         self.places = places
-        self.ready: deque[Sandbox] = deque()
+        self.ready: list[Sandbox] = []
         self.starting: set[asyncio.Task[None]] = set()
         self.is_closed = False

@@ -40,6 +40,10 @@ class Sandbox:
         self._turn = asyncio.Lock()
         self._is_closed = False
 
+    @property
+    def has_ended(self) -> bool:
+        return self._is_closed or self._process.returncode is not None
+
     async def greet(self, hello: Mapping[str, Any]) -> None:
         """Give the guest its limits, and wait until it has taken them. One that does not is ended."""
         try:
@@ -62,7 +66,7 @@ class Sandbox:
         return await self._run({"op": "python", "code": code}, stdin, timeout_s)
 
     async def read(self, path: str) -> bytes:
-        """Raises FileNotFoundError and its like as the session met them."""
+        """Raises OSError with the name of the error that the session met."""
         answer = await self.request(
             {"op": "read", "path": path, "max_bytes": self._limits.disk_bytes}, self._limits.exec_s
         )
@@ -151,6 +155,16 @@ def _bytes(answer: dict[str, Any], key: str) -> bytes:
         return base64.b64decode(_checked(answer, key, str))
     except ValueError:
         raise SandboxError(f"the session talks nonsense: {key}") from None
+
+
+async def still_living(ready: list[Sandbox]) -> Sandbox | None:
+    """One of those that are ready, no longer among them; those that have ended by themselves are closed."""
+    while ready:
+        sandbox = ready.pop(0)
+        if not sandbox.has_ended:
+            return sandbox
+        await sandbox.close()
+    return None
 
 
 async def start_guest(argv: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
