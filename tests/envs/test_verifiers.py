@@ -56,6 +56,11 @@ def load_environment(name, size=3):
     print("packages print")
     return Sums(size)
 """
+LINGERING = """
+import threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+def load_environment(): pass
+"""
 CLIENTS = "from verifiers import Client as resolve_client"
 TYPES = "class ClientConfig:\n    def __init__(self, **fields):\n        self.__dict__.update(fields)"
 
@@ -70,6 +75,7 @@ def python(tmp_path: Path) -> str:
     (packages / "verifiers" / "types.py").write_text(TYPES)
     (packages / "sums.py").write_text("def load_environment(): pass\n")
     (packages / "broken.py").write_text("import a_library_that_is_not_there\n")
+    (packages / "lingering.py").write_text(LINGERING)
     wrapper = tmp_path / "python"
     wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{packages}" exec "{sys.executable}" "$@"\n')
     wrapper.chmod(0o755)
@@ -119,6 +125,13 @@ def test_what_is_wrong_with_a_package_is_told_when_its_tasks_are_read(python: st
         tasks_of("/nowhere/python")
     with pytest.raises(ConfigError, match=r"broken does not start: [\s\S]*a_library_that_is_not_there"):
         tasks_of(python, "broken")
+
+
+def test_a_package_that_does_not_end_when_its_tasks_are_read_is_ended(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rill.envs.verifiers.server.CLOSE_S", 0.5)
+    assert len(tasks_of(python, "lingering")) == 3
 
 
 async def test_tasks_of_another_data_set_are_refused(python: str) -> None:

@@ -256,7 +256,9 @@ class Guest:
                     )
                 read = os.read(self._out.fileno(), 1 << 20)
                 if not read:
-                    if self._process.wait() != 0:
+                    with contextlib.suppress(subprocess.TimeoutExpired):  # threads of the package's run on
+                        self._process.wait(CLOSE_S)
+                    if self._process.returncode:
                         raise ConfigError(f"verifiers: {self._name} does not start{self.last_words()}")
                     break
                 self._held += read
