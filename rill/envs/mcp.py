@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+ALIVE_S = 5.0
+"""For a server to show that it lives, where a call has failed."""
+
+
 class ServerConfig(Config):
     """Where one server is: exactly one of command, url, object."""
 
@@ -132,7 +136,7 @@ class _Connection:
 
     async def list_tools(self) -> list[Any]:
         if self._tools is None:
-            listed = await self._asked(lambda client: client.list_tools())
+            listed = await self._asked(lambda client: _listed(client, self._start_timeout_s))
             self._tools = list(listed.tools)
         return self._tools
 
@@ -152,8 +156,7 @@ class _Connection:
 
     async def _is_alive(self, client: Any) -> bool:
         try:
-            async with asyncio.timeout(5.0):
-                await client.list_tools()
+            await _listed(client, ALIVE_S)
         except Exception:  # noqa: BLE001  boundary: whatever a dead connection raises
             return False
         return True
@@ -191,3 +194,8 @@ class _Connection:
         if self._ready is ready and self._keeper is not None:
             self._keeper.cancel()
             self._keeper = self._ready = self._tools = None
+
+
+async def _listed(client: Any, timeout_s: float) -> Any:
+    async with asyncio.timeout(timeout_s):
+        return await client.list_tools()

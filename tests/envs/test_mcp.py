@@ -133,3 +133,16 @@ async def test_a_server_that_dies_before_it_lists_its_tools_is_started_again() -
     with pytest.raises(ConnectionError, match="is gone"):
         await connection.list_tools()
     assert await connection.list_tools() == ["of 1"]
+
+
+async def test_a_server_that_lists_its_tools_never_is_not_awaited_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Silent(Client):
+        async def list_tools(self) -> Any:
+            await asyncio.sleep(3600)
+
+    monkeypatch.setattr("rill.envs.mcp.ALIVE_S", 0.05)
+    Client.opened = []
+    with pytest.raises(ConnectionError, match="the MCP server shop is gone"):
+        await _Connection(Silent, "shop", 0.05).list_tools()
