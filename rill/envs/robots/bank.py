@@ -9,6 +9,7 @@ go on.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple
@@ -184,7 +185,8 @@ class Bank(Scenes):
 
     def _failed(self, slot: int, rewards_J: Floats, executed_J: Bits, error: Exception) -> Played:
         self._is_playing[slot] = False
-        self._simulators[slot].close()
+        with contextlib.suppress(Exception):  # it is broken already
+            self._simulators[slot].close()
         self._simulators[slot] = open_simulator(self._config)
         return Played(None, rewards_J, executed_J, error=in_words(error))
 

@@ -53,8 +53,12 @@ def test_the_same_name_is_the_same_scene(bank: Bank) -> None:
     [(RAISE, "a joint fell off"), (NOT_FINITE, "not finite"), (NO_REWARD, "reward is nan")],
 )
 def test_a_simulator_that_fails_ends_its_own_episode_and_the_others_go_on(
-    bank: Bank, state_id: int, said: str
+    bank: Bank, state_id: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fails(self: PointSimulator) -> None:
+        raise RuntimeError("cannot be closed either")
+
+    monkeypatch.setattr(PointSimulator, "close", fails)
     bank.reset({0: point(state_id), 1: point(1)})
     played = bank.play({0: RIGHT, 1: RIGHT})
     assert said in (played[0].error or "") and played[1].error is None
