@@ -20,7 +20,7 @@ from typing import Any
 from rill.envs.agent import Agents, EpisodeOver, Setting, TurnTimeout
 from rill.envs.base import Environment, Policy
 from rill.envs.deadline import Late, begun, within
-from rill.envs.events import MISSING, EventLog, MemoryLog
+from rill.envs.events import EventLog
 from rill.envs.places import described
 from rill.envs.rewards.base import as_score
 from rill.envs.rewards.runner import RewardRunner, Score
@@ -67,7 +67,7 @@ async def run_episode(
         environment=environment,
         policy=policy,
         sampling=sampling,
-        log=MemoryLog() if log is None else log,
+        log=EventLog() if log is None else log,
         episode_id=episode_id,
         group_id=group_id,
     )
@@ -246,8 +246,7 @@ async def _score(
 async def _scored_once(rewards: RewardRunner, prompt: Prompt, sample: Trajectory, log: EventLog) -> Score:
     """What an earlier attempt at the episode was given counts: a judge may answer otherwise the second time."""
     key = f"score/{hashlib.blake2b(sample.token_ids.tobytes(), digest_size=8).hexdigest()}"
-    known = log.lookup(key)
-    if known is not MISSING:
+    if (known := log.events.get(key)) is not None:
         return Score(**known)
     score = await rewards.score(prompt, sample)
     if score.error is None:

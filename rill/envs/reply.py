@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rill.envs.events import BEGUN, MISSING
+from rill.envs.events import BEGUN
 from rill.envs.tokens import Node, TokenTree
 from rill.envs.tools import ERROR, Tool, as_tool, run_tool
 from rill.types import Floats, Message, StopReason, TokenIds
@@ -81,10 +81,10 @@ class Reply:
         counts, log = self._setting.counts, self._setting.log
         limits = self._setting.environment.config.limits
         key = f"tool/{self._agent}/{self.node.digest}/{ordinal}"
-        event = log.lookup(key)
+        event = log.events.get(key)
         if event == BEGUN:
             result, is_ok = f"{ERROR}the result of {name} was lost; it is not called twice", False
-        elif event is not MISSING:
+        elif event is not None:
             result, is_ok = str(event["result"]), bool(event["ok"])
         else:
             if tool is not None and tool.is_once:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from rill.algorithms import Algorithm, AlgorithmConfig, Need, Verdict
 from rill.envs.base import Environment, open_environment
 from rill.envs.episode import run_episode
-from rill.envs.events import MemoryLog
+from rill.envs.events import EventLog
 from rill.inference.base import Completion
 from rill.inference.collector import CollectorHold
 from rill.inference.policy import Asked, PolicyClient
@@ -220,7 +220,7 @@ class Episodes:
         return Outcome(index=task.index, purpose=task.purpose, **known)
 
 
-class EpisodeEvents(MemoryLog):
+class EpisodeEvents(EventLog):
     """Of one episode, those of earlier attempts too. What is put down is on disk before anybody acts on it."""
 
     def __init__(self, episode_id: str, events: dict[str, Any], journal: TokenLog | None) -> None:

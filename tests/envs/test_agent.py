@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rill.envs.agent import Agents
-from rill.envs.events import BEGUN, MemoryLog
+from rill.envs.events import BEGUN, EventLog
 from rill.envs.tools import as_tool
 from rill.types import Episode, Failure, Message, Prompt
 from tests.data.templates import FORGETFUL, HERMES, tokenizer_for
@@ -211,7 +211,7 @@ class TestReplay:
             return 1.0
 
         said = "".join(call("double", number=n) for n in range(70))
-        log = MemoryLog()
+        log = EventLog()
         for _ in range(2):
             episode = await episode_of(run, hermes(said, "done"), log=log)
             results = [turn.text for turn in episode.samples[0].turns if turn.role == "tool"]
@@ -229,7 +229,7 @@ class TestReplay:
             await agents.policy.act(task.messages, tools=[buy])
             return 1.0
 
-        log = MemoryLog()
+        log = EventLog()
         texts = []
         for _ in range(2):
             episode = await episode_of(run, hermes(call("buy", item="tea"), "done"), log=log)
@@ -244,7 +244,7 @@ class TestReplay:
             called.append(await reply.call(print_, text="x"))
             return 1.0
 
-        log = MemoryLog()
+        log = EventLog()
         for said in ("a", "b", "a"):
             await episode_of(run, hermes(said), log=log)
         assert len(log.events) == 2 and len(called) == 3
@@ -255,7 +255,7 @@ class TestReplay:
             result = await reply.call(as_tool(print_, once=True), text="x")
             return float("was lost" in result)
 
-        log = MemoryLog()
+        log = EventLog()
         await episode_of(run, hermes("a"), log=log)
         (key,) = log.events
         log.record(key, BEGUN)

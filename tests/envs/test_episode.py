@@ -16,7 +16,7 @@ import pytest
 
 from rill.envs.agent import Agents
 from rill.envs.base import Environment
-from rill.envs.events import MemoryLog
+from rill.envs.events import EventLog
 from rill.envs.rewards.base import Isolation
 from rill.envs.rewards.runner import Score
 from rill.envs.sandbox.base import SandboxError
@@ -186,7 +186,7 @@ class TestFailures:
                 is_first = named["name"].startswith("first")
                 return await (Scripted.generate if is_first else Gone.generate)(self, *given, **named)
 
-        log = MemoryLog()
+        log = EventLog()
         with pytest.raises(type(error)):
             await play(playing(run), Late("x"), log=log)
         assert log.events == {}, "what a tool said of it is no result"
