@@ -53,41 +53,31 @@ class SFTEncoder:
 
     def encode(self, prompt: Prompt) -> SFTExample:
         """A written conversation carries loss on every assistant turn; any other prompt on its solution only."""
-        reply = prompt.metadata.get("reply")
+        messages, reply = prompt.messages, prompt.metadata.get("reply")
         if isinstance(reply, Message):
-            example = self.from_messages(prompt.id, (*prompt.messages, reply))
-        elif prompt.messages and prompt.messages[-1].role == "assistant":
-            example = self.from_messages(prompt.id, prompt.messages)
-        else:
+            messages = (*messages, reply)
+        if not messages or messages[-1].role != "assistant":
             return self.answered(prompt, solution_of(prompt))
-        return self._checked(example)
+        spoken = [k for k, message in enumerate(messages) if message.role == "assistant"]
+        return self._masked(prompt.id, messages, spoken)
 
     def answered(self, prompt: Prompt, answer: str) -> SFTExample:
         """The prompt with this answer, which alone carries loss."""
-        if not prompt.messages:
-            return self._checked(self.from_completion(prompt, answer))
-        messages = (*prompt.messages, Message(role="assistant", content=answer))
-        return self._checked(self._masked(prompt.id, messages, [len(messages) - 1]))
-
-    def from_completion(self, prompt: Prompt, completion: str) -> SFTExample:
-        """Plain text: the prompt's ids as the engine gets them, then the completion and the end token."""
+        if prompt.messages:
+            messages = (*prompt.messages, Message(role="assistant", content=answer))
+            return self._masked(prompt.id, messages, [len(messages) - 1])
+        # Plain text: the prompt's ids as the engine gets them, then the answer and the end token.
         start = self.encoder.encode(prompt)
         end_id = self.encoder.tokenizer.eos_token_id
         if end_id is None:
             raise DataError("the tokenizer has no end-of-sequence token: a model could not learn to stop")
-        written = self.encoder.encode_text(completion, special=False)
+        written = self.encoder.encode_text(answer, special=False)
         token_ids = np.concatenate([start, written, np.array([end_id], dtype=np.int32)])
         loss_mask = np.arange(len(token_ids)) >= len(start)
-        return SFTExample(id=prompt.id, token_ids=token_ids, loss_mask=loss_mask)
-
-    def from_messages(self, example_id: str, messages: Sequence[Message]) -> SFTExample:
-        """Loss on every assistant message of the conversation."""
-        spoken = [k for k, message in enumerate(messages) if message.role == "assistant"]
-        if not spoken:
-            raise DataError(f"{example_id}: the conversation has no assistant message to learn from")
-        return self._masked(example_id, messages, spoken)
+        return self._checked(SFTExample(id=prompt.id, token_ids=token_ids, loss_mask=loss_mask))
 
     def _masked(self, example_id: str, messages: Sequence[Message], spoken: Sequence[int]) -> SFTExample:
+        """Loss on those of the messages."""
         whole = self._ids(messages, add_generation_prompt=False)
         loss_mask = np.zeros(len(whole), dtype=np.bool_)
         for k in spoken:
@@ -102,7 +92,8 @@ class SFTEncoder:
                     )
             loss_mask[len(start) : self._end_of_speech(whole, len(start), len(end))] = True
         pictures = self.encoder.pictures_in(messages, whole)
-        return SFTExample(id=example_id, token_ids=whole, loss_mask=loss_mask, pictures=pictures)
+        example = SFTExample(id=example_id, token_ids=whole, loss_mask=loss_mask, pictures=pictures)
+        return self._checked(example)
 
     def _end_of_speech(self, ids: TokenIds, start: int, end: int) -> int:
         """Where the model stops writing: after its end token, before the line feed that templates add."""
