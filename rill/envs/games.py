@@ -64,37 +64,28 @@ class GameEnvironment(Environment):
     def game(self) -> Game: ...
 
     async def run(self, task: Prompt, agents: Agents) -> None:
-        await play(self.game(), task, agents, max_turns=self.config.max_turns)
-
-
-async def play(game: Game, task: Prompt, agents: Agents, *, max_turns: int) -> None:
-    """Until the game is over, or `max_turns` moves were made. Rewards go to the agents as they come.
-
-    The episodes of a group begin with the same state, by the task's seed or the group's: what differs is what the
-    policy does.
-    """
-    by_group = (
-        int.from_bytes(hashlib.blake2b(agents.group_id.encode(), digest_size=4).digest(), "little") >> 1
-    )
-    seed = int(task.metadata.get(SEED, by_group))
-    players: dict[str, Player] = {}
-    try:
-        step = await in_thread(game.start, seed)
-        for _ in range(max_turns):
-            player = players.get(step.player)
-            if player is None:
-                player = players[step.player] = Player(agents[step.player], task)
-            answer = await player.answer(step.observation)
-            step = await in_thread(game.move, answer)
-            for name, value in step.rewards.items():
-                agents[name].reward(value)
-            if step.is_over:
-                break
-        agents.setting.counts.is_cut_off |= step.is_cut_off or not step.is_over
-        for agent in agents.values():
-            agent.reward(0.0)  # a game without a reward is a game that earned nothing
-    finally:
-        await in_thread(game.close)
+        """Rewards go to the agents as they come. The episodes of a group begin with the same state, by the task's seed
+        or the group's: what differs is what the policy does."""
+        by_group = hashlib.blake2b(agents.group_id.encode(), digest_size=4).digest()
+        seed = int(task.metadata.get(SEED, int.from_bytes(by_group, "little") >> 1))
+        game, players = self.game(), dict[str, Player]()
+        try:
+            step = await in_thread(game.start, seed)
+            for _ in range(self.config.max_turns):
+                player = players.get(step.player)
+                if player is None:
+                    player = players[step.player] = Player(agents[step.player], task)
+                answer = await player.answer(step.observation)
+                step = await in_thread(game.move, answer)
+                for name, value in step.rewards.items():
+                    agents[name].reward(value)
+                if step.is_over:
+                    break
+            agents.setting.counts.is_cut_off |= step.is_cut_off or not step.is_over
+            for agent in agents.values():
+                agent.reward(0.0)  # a game without a reward is a game that earned nothing
+        finally:
+            await in_thread(game.close)
 
 
 class Player:
