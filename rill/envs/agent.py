@@ -358,7 +358,7 @@ class Agent:
         """Where the conversation goes on: behind the last reply in it, or as a history of its own."""
         messages, last, offer = talk.messages, talk.last, talk.offer
         if last is not None:
-            said, new = talk.since_last()
+            said, new = messages[talk.num_answered - 1], messages[talk.num_answered :]
             self._encoder.check_roles(new)
             if not new:
                 raise DataError(

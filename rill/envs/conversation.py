@@ -96,7 +96,7 @@ class Offer:
 class Talk:
     """A conversation while it is had: each message is looked at once."""
 
-    __slots__ = ("_num_answered", "heard", "last", "messages", "offer")
+    __slots__ = ("heard", "last", "messages", "num_answered", "offer")
 
     def __init__(self, offer: Offer) -> None:
         self.offer = offer
@@ -104,18 +104,15 @@ class Talk:
         self.heard = offer.start
         self.last: Node | None = None
         """The agent's last reply in it."""
-        self._num_answered = 0
+        self.num_answered = 0
+        """Messages up to that reply."""
 
     def hear(self, messages: Iterable[Message]) -> None:
         for message in messages:
             self.messages.append(message)
             self.heard = self.heard.then(message)
             if self.heard.reply is not None:
-                self.last, self._num_answered = self.heard.reply, len(self.messages)
-
-    def since_last(self) -> tuple[Message, list[Message]]:
-        """What the agent said last, and the messages behind it."""
-        return self.messages[self._num_answered - 1], self.messages[self._num_answered :]
+                self.last, self.num_answered = self.heard.reply, len(self.messages)
 
 
 def key_of(message: Message) -> Hashable:
