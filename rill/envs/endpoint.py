@@ -26,8 +26,8 @@ import msgspec
 
 from rill.data.dialects import ANTHROPIC, CHAT, RESPONSES, Answer, AnswerStream, Dialect
 from rill.envs.agent import Agent, EpisodeOver, TurnTimeout
+from rill.envs.per_loop import PerLoop
 from rill.envs.reply import Reply
-from rill.envs.rewards.per_loop import PerLoop
 from rill.errors import RunError, UserError
 from rill.types import StopReason
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 REFUSED = ("functions", "function_call", "response_format", "logit_bias", "top_logprobs")
 """Fields that would change the answer and cannot be honoured."""
+Body = list[dict[str, Any]]
+"""Messages, or tools, as chat has them."""
 PATIENCE_S = 10.0
 """How long a client hears nothing of a stream. Until then, what goes wrong is an HTTP status, which clients know."""
 
@@ -45,7 +47,7 @@ PATIENCE_S = 10.0
 @dataclass(slots=True)
 class _Session:
     agent: Agent
-    responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    responses: dict[str, Body] = field(default_factory=dict)
     """Conversations by the id of the response that ended them: Responses clients may name one as their past."""
 
 
@@ -104,7 +106,7 @@ class Server:
             body = msgspec.json.decode(await request.body())
             past = _past(session, body) if dialect is RESPONSES else []
             chat = dialect.to_chat(body)
-            asked = read_body(chat)
+            messages, tools, sampling = read_body(chat)
             shows_usage = bool((chat.get("stream_options") or {}).get("include_usage"))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return _json(
@@ -116,8 +118,9 @@ class Server:
         agent = agents.routed(str(chat.get("model") or ""), request.headers) or session.agent
         if past:
             start = int(bool(body.get("instructions")))
-            asked.messages[start:start] = past
-        said = asyncio.ensure_future(_say(agent, asked, session.responses if dialect is RESPONSES else None))
+            messages[start:start] = past
+        kept = session.responses if dialect is RESPONSES else None
+        said = asyncio.ensure_future(_say(agent, messages, tools, sampling, kept))
         if not chat.get("stream"):
             return await _whole(dialect, said)
         return await _streamed(partial(dialect.stream, shows_usage=shows_usage), dialect, agent, said)
@@ -126,7 +129,7 @@ class Server:
 servers = PerLoop(Server)
 
 
-def _past(session: _Session, body: dict[str, Any]) -> list[dict[str, Any]]:
+def _past(session: _Session, body: dict[str, Any]) -> Body:
     """The conversation that `previous_response_id` names."""
     name = body.pop("previous_response_id", None)
     if name is None:
@@ -136,10 +139,12 @@ def _past(session: _Session, body: dict[str, Any]) -> list[dict[str, Any]]:
     return session.responses[name]
 
 
-async def _say(agent: Agent, asked: Asked, kept: dict[str, list[dict[str, Any]]] | None) -> Answer:
+async def _say(
+    agent: Agent, messages: Body, tools: Body, sampling: dict[str, Any], kept: dict[str, Body] | None
+) -> Answer:
     """Raises _Refusal. `kept` gets the conversation, by the answer's id."""
     try:
-        reply = await agent.say(asked.messages, asked.tools, **asked.sampling)
+        reply = await agent.say(messages, tools, **sampling)
     except EpisodeOver as over:
         agent.setting.counts.is_cut_off = True
         raise _Refusal(400, f"the episode's budget is used up: {over}", "context_length_exceeded") from None
@@ -152,7 +157,7 @@ async def _say(agent: Agent, asked: Asked, kept: dict[str, list[dict[str, Any]]]
     answer = as_answer(agent.name, reply)
     if kept is not None:
         said = {"role": "assistant", "content": reply.text, "tool_calls": list(answer.calls)}
-        past = [message for message in asked.messages if message.get("role") not in ("system", "developer")]
+        past = [message for message in messages if message.get("role") not in ("system", "developer")]
         kept[f"resp_{answer.id}"] = [*past, said]
     return answer
 
@@ -198,18 +203,9 @@ async def _serve(server: Any, listening: socket.socket) -> None:
     await server.main_loop()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a chat body asks of an agent."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    sampling: dict[str, Any]
-    """What differs from the run's sampling."""
-
-
-def read_body(body: Mapping[str, Any]) -> Asked:
-    """Raises ValueError for what cannot be honoured. Temperature and the like are the run's: they are not read."""
+def read_body(body: Mapping[str, Any]) -> tuple[Body, Body, dict[str, Any]]:
+    """(messages, tools, what differs from the run's sampling) of a chat body. Raises ValueError for what cannot be
+    honoured. Temperature and the like are the run's: they are not read."""
     wrong = [name for name in REFUSED if body.get(name) not in (None, {"type": "text"}, {}, 0)]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: not supported by this agent")
@@ -228,7 +224,7 @@ def read_body(body: Mapping[str, Any]) -> Asked:
         if not all(isinstance(each, str) for each in sampling["stop"]):
             raise ValueError("stop: text, or a list of texts")
     tools = [] if body.get("tool_choice") == "none" else list(body.get("tools") or ())
-    return Asked(messages=list(messages), tools=tools, sampling=sampling)
+    return list(messages), tools, sampling
 
 
 def as_answer(model: str, reply: Reply) -> Answer:

@@ -21,8 +21,8 @@ from pydantic import Field, model_validator
 from rill.config import Config, OneOf, PartConfig
 from rill.envs.agent import Agents
 from rill.envs.base import Environment
+from rill.envs.per_loop import PerLoop
 from rill.envs.rewards.base import REWARDS
-from rill.envs.rewards.per_loop import PerLoop
 from rill.envs.tools import Tool
 from rill.registry import import_extra, load_target
 from rill.types import Message, Prompt

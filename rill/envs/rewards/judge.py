@@ -10,8 +10,8 @@ from typing import Any, Literal
 import httpx
 from pydantic import Field, field_validator, model_validator
 
+from rill.envs.per_loop import PerLoop
 from rill.envs.rewards.base import Isolation, RewardConfig
-from rill.envs.rewards.per_loop import PerLoop
 from rill.errors import ConfigError, in_words
 from rill.types import Prompt, Trajectory
 

@@ -18,7 +18,6 @@ import asyncio
 import logging
 import math
 import os
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +27,10 @@ from pydantic import Field
 from rill.config import Config, PartConfig
 from rill.envs.child import ChildDiedError, ChildRaisedError
 from rill.envs.deadline import Late, begun, is_own, within
+from rill.envs.per_loop import PerLoop
 from rill.envs.places import described
 from rill.envs.rewards.base import REWARDS, Isolation, Reward, as_score
 from rill.envs.rewards.mix import Term, flatten
-from rill.envs.rewards.per_loop import PerLoop
 from rill.envs.rewards.processes import RewardProcesses
 from rill.envs.threads import in_thread
 from rill.types import Prompt, Trajectory
@@ -81,8 +80,12 @@ class RewardRunner:
         self.terms: list[Term] = flatten(reward)
         self.rewards: list[Reward] = [REWARDS.load(t.config.type)(t.config) for t in self.terms]
         self._num_failed = [0] * len(self.terms)
-        self._lock = threading.Lock()
-        self._processes: RewardProcesses | None = None
+        parts = {
+            index: (term.config.type, term.config)
+            for index, term in enumerate(self.terms)
+            if self.rewards[index].isolation is Isolation.PROCESS
+        }
+        self._processes = RewardProcesses(parts, memory_bytes=self.config.memory_bytes)
         limits = [term.config.max_concurrent or self.config.max_concurrent for term in self.terms]
         self._places = PerLoop(lambda: [asyncio.Semaphore(limit) for limit in limits])
         self._cores = PerLoop(lambda: asyncio.Semaphore(self.config.num_processes))
@@ -106,8 +109,7 @@ class RewardRunner:
         )
 
     def close(self) -> None:
-        if self._processes is not None:
-            self._processes.close()
+        self._processes.close()
         for reward in self.rewards:
             if close := getattr(reward, "close", None):
                 close()
@@ -152,7 +154,7 @@ class RewardRunner:
         """On a core of its own, until it turns out to be slow."""
         cores = self._cores()
         await cores.acquire()
-        score = asyncio.ensure_future(in_thread(self._pool().score, index, arguments, timeout_s))
+        score = asyncio.ensure_future(in_thread(self._processes.score, index, arguments, timeout_s))
         try:
             await asyncio.wait({score}, timeout=PATIENCE_S)
         finally:
@@ -164,17 +166,6 @@ class RewardRunner:
 
     def _timeout_s(self, index: int) -> float:
         return self.terms[index].config.timeout_s or self.config.timeout_s
-
-    def _pool(self) -> RewardProcesses:
-        with self._lock:
-            if self._processes is None:
-                parts = {
-                    index: (term.config.type, term.config)
-                    for index, term in enumerate(self.terms)
-                    if self.rewards[index].isolation is Isolation.PROCESS
-                }
-                self._processes = RewardProcesses(parts, memory_bytes=self.config.memory_bytes)
-            return self._processes
 
     def _log_failure(self, index: int, prompt: Prompt, message: str) -> None:
         self._num_failed[index] += 1

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rill.envs.rewards.per_loop import PerLoop
+from rill.envs.per_loop import PerLoop
 from rill.envs.sandbox.base import SandboxError, open_sandbox
 from rill.envs.sandbox.session import Sandbox, still_living
 

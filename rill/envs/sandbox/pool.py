@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rill.envs.rewards.per_loop import PerLoop
+from rill.envs.per_loop import PerLoop
 from rill.envs.sandbox.base import Limits, open_sandbox
 from rill.envs.sandbox.session import Sandbox, still_living
 

@@ -30,7 +30,7 @@ import zmq.asyncio
 from pydantic import Field
 
 from rill.config import Config
-from rill.envs.rewards.per_loop import PerLoop
+from rill.envs.per_loop import PerLoop
 from rill.envs.threads import in_thread
 from rill.errors import ConfigError
 
@@ -65,7 +65,7 @@ class EnvServer:
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._process: _Serving | None = None
         self._failed: tuple[float, ConfigError] | None = None
         """When it was last found not to start, and why."""
 
@@ -90,7 +90,7 @@ class EnvServer:
         if process is not None:
             process.close()
 
-    def _running(self) -> _Process:
+    def _running(self) -> _Serving:
         with self._lock:
             if self._process is not None and not self._process.is_alive:
                 self._process.close()
@@ -99,33 +99,11 @@ class EnvServer:
                 if self._failed is not None and time.monotonic() < self._failed[0] + START_AGAIN_S:
                     raise self._failed[1]
                 try:
-                    self._process = _Process(self._config)
+                    self._process = _Serving(self._config)
                 except ConfigError as error:
                     self._failed = (time.monotonic(), error)
                     raise
             return self._process
-
-
-class _Process:
-    """A server and its address."""
-
-    def __init__(self, config: SourceConfig) -> None:
-        self._guest = Guest(config, "serve")
-        try:
-            hello = json.loads(self._guest.line(config.start_timeout_s))
-        except BaseException:
-            self._guest.close()
-            raise
-        self.agents = tuple(hello["agents"])
-        address = hello["address"]
-        self.link: PerLoop[_Link] = PerLoop(lambda: _Link(address, self._guest))
-
-    @property
-    def is_alive(self) -> bool:
-        return self._guest.is_alive
-
-    def close(self) -> None:
-        self._guest.close()
 
 
 class _Link:
@@ -283,3 +261,17 @@ class Guest:
             self._process.wait(CLOSE_S)
         self._out.close()
         self._errors.close()
+
+
+class _Serving(Guest):
+    """A server that runs, and the connections to it."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        super().__init__(config, "serve")
+        try:
+            hello = json.loads(self.line(config.start_timeout_s))
+        except BaseException:
+            self.close()
+            raise
+        self.agents = tuple(hello["agents"])
+        self.link: PerLoop[_Link] = PerLoop(lambda: _Link(hello["address"], self))
