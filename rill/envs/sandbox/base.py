@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rill.errors import RillError
+from rill.errors import RillError, UnsupportedError
 from rill.registry import Registry
 
 if TYPE_CHECKING:
@@ -79,5 +79,8 @@ async def open_sandbox(
 
 def missing(kind: str = "bubblewrap", **options: Any) -> str | None:
     """What keeps such sandboxes from working here, and how to mend it; None: nothing."""
-    problem: str | None = SANDBOXES.load(kind).missing(**options)
-    return problem
+    try:
+        SANDBOXES.load(kind).check(**options)
+    except UnsupportedError as error:
+        return str(error)
+    return None

@@ -32,12 +32,9 @@ class Bubblewrap(Sandbox):
         return session
 
     @staticmethod
-    def missing() -> str | None:
-        try:
-            _bwrap()
-        except UnsupportedError as error:
-            return str(error)
-        return None
+    def check() -> None:
+        """Raises UnsupportedError."""
+        _bwrap()
 
 
 def command(limits: Limits, *, packages: bool) -> list[str]:

@@ -101,13 +101,9 @@ class Container(Sandbox):
         await asyncio.to_thread(_wait_until_gone, self._watch)
 
     @staticmethod
-    def missing(**options: Any) -> str | None:
-        """May pull the image, and starts one container."""
-        try:
-            prepare(Options(**options), Limits())
-        except UnsupportedError as error:
-            return str(error)
-        return None
+    def check(**options: Any) -> None:
+        """Raises UnsupportedError. May pull the image, and starts one container."""
+        prepare(Options(**options), Limits())
 
 
 def run_words(options: Options, limits: Limits) -> list[str]:
