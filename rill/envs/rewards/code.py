@@ -75,8 +75,7 @@ class CodeReward:
                 passed = await self._run_pairs(sandbox, code, tests)
             else:
                 checks = [tests] if isinstance(tests, str) else list(tests)[: self.config.max_tests]
-                verdict = await self._checkers.check(sandbox, code, checks, self.config.wall_s)
-                passed = list(verdict.passed)
+                passed = await self._checkers.check(sandbox, code, checks, self.config.wall_s)
         share = sum(passed) / len(passed)
         return share if self.config.partial else float(share == 1.0)
 

@@ -14,20 +14,11 @@ import ast
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rill.envs.per_loop import PerLoop
 from rill.envs.sandbox.base import SandboxError, open_sandbox
 from rill.envs.sandbox.session import Sandbox, still_living
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    passed: tuple[bool, ...]
-    """One entry per check, in order."""
-    error: str = ""
-    """Of the program, or of the first check that failed."""
 
 
 class Checkers:
@@ -37,29 +28,26 @@ class Checkers:
         self._open = open_checker
         self._idle: PerLoop[list[Sandbox]] = PerLoop(list)
 
-    async def check(self, program: Sandbox, code: str, checks: Sequence[str], timeout_s: float) -> Verdict:
-        """Load the code into the program's sandbox, and ask it what the checks want to know."""
-        failed = (False,) * len(checks)
+    async def check(self, program: Sandbox, code: str, checks: Sequence[str], timeout_s: float) -> list[bool]:
+        """Load the code into the program's sandbox, and ask it what the checks want to know: which of them pass."""
+        passed = [False] * len(checks)
         idle = self._idle()
         # Its start is not the program's time.
         checker = await still_living(idle) or await self._open()
         try:
             deadline = time.monotonic() + timeout_s
-            error = await _load(program, code, timeout_s)
-            if error is not None:
-                verdict = Verdict(passed=failed, error=f"the program: {error}")
-            else:
+            if await _is_loaded(program, code, timeout_s):
                 async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
-                    verdict = await _Conversation(program, checker, deadline).run(code, checks)
-        except (TimeoutError, SandboxError) as ended:
+                    passed = await _Conversation(program, checker, deadline).run(code, checks)
+        except BaseException as error:
             await checker.close()
-            message = str(ended) or f"not finished within {timeout_s:g} s"
-            return Verdict(passed=failed, error=f"a check: {message}")
-        except BaseException:
-            await checker.close()
+            if isinstance(
+                error, TimeoutError | SandboxError
+            ):  # a check without end, or that ends its sandbox
+                return passed
             raise
         idle.append(checker)
-        return verdict
+        return passed
 
     async def close(self) -> None:
         """Those of this event loop; those of loops that have ended go with their pipes."""
@@ -67,13 +55,13 @@ class Checkers:
             await checker.close()
 
 
-async def _load(program: Sandbox, code: str, timeout_s: float) -> str | None:
-    """What keeps the program from being asked; None: nothing."""
+async def _is_loaded(program: Sandbox, code: str, timeout_s: float) -> bool:
+    """Whether the program can be asked."""
     try:
         loaded = await program.request({"op": "load", "code": code}, timeout_s)
-    except SandboxError as error:
-        return str(error)
-    return None if loaded.get("ok") is True else f"{loaded.get('error')!s:.300}"
+    except SandboxError:
+        return False
+    return loaded.get("ok") is True
 
 
 class _Conversation:
@@ -83,9 +71,8 @@ class _Conversation:
         self._deadline = deadline
         self._gone: str | None = None
 
-    async def run(self, code: str, checks: Sequence[str]) -> Verdict:
+    async def run(self, code: str, checks: Sequence[str]) -> list[bool]:
         passed: list[bool] = []
-        error = ""
         tree = parsed(code)
         question = {"op": "check", "imported": imported_names(tree), "defined": defined_names(tree)}
         await self._checker.send({**question, "checks": list(checks)})
@@ -95,10 +82,8 @@ class _Conversation:
                 await self._checker.send(await self._answer(said))
             else:
                 passed.append(said.get("passed") is True)
-                if not passed[-1] and not error:
-                    error = f"check {len(passed) - 1}: {self._gone or said.get('error')}"
         await self._checker.receive()
-        return Verdict(passed=tuple(passed), error=error)
+        return passed
 
     async def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """The program's; once it is gone, every question is answered by an exception."""

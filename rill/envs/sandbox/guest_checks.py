@@ -187,10 +187,10 @@ class Checker:
                 self.bases |= {node.id for node in looked if isinstance(node, ast.Name)}
                 used = {node.id for node in nodes if isinstance(node, ast.Name)} - bound_names(nodes)
                 exec(compile(tree, f"<check {index}>", "exec"), Names(self, names, self._tested(used, names)))
-                answer: dict[str, Any] = {"passed": True}
-            except BaseException as error:  # noqa: BLE001  boundary: a check fails by raising anything
-                answer = {"passed": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-            self.channel.write(answer)
+                has_passed = True
+            except BaseException:  # noqa: BLE001  boundary: a check fails by raising anything
+                has_passed = False
+            self.channel.write({"passed": has_passed})
 
     def _tested(self, used: set[str], names: dict[str, Any]) -> dict[str, Any]:
         """Functions of the program that are called like built-in ones, where the check can only mean those: it names

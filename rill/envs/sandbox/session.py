@@ -70,7 +70,7 @@ class Sandbox:
         answer = await self.request(
             {"op": "read", "path": path, "max_bytes": self._limits.disk_bytes}, self._limits.exec_s
         )
-        return base64.b64decode(_checked(answer, "data", str))
+        return _bytes(answer, "data")
 
     async def write(self, path: str, data: bytes) -> None:
         message = {"op": "write", "path": path, "data": base64.b64encode(data).decode()}
