@@ -45,7 +45,6 @@ class ParquetDataset(RowDataset):
         self._index = RowIndex(self._root, self._files)
         sizes = self._index.array_once("sizes", self._count_rows)
         self._starts: list[int] = [0, *np.cumsum(sizes).tolist()]
-        self._open_readers()
         self.index_rows(self._index)
 
     @property
@@ -62,44 +61,26 @@ class ParquetDataset(RowDataset):
     def row(self, number: int) -> Any:
         file = self._file_of(number)
         try:
-            return self._readers(file).row(number - self._starts[file])
+            return self._unpacked(file).slice(number - self._starts[file], 1).to_pylist()[0]
         except UnicodeDecodeError as error:
             raise DataError(f"{self.where(number)}: text that is not UTF-8: {error.object!r:.80}") from None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_readers"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open_readers()
 
     def _file_of(self, number: int) -> int:
         return bisect_right(self._starts, number) - 1
 
-    def _open_readers(self) -> None:
-        self._readers = functools.lru_cache(OPEN_FILES)(self._reader)
-
-    def _reader(self, file: int) -> _Unpacked:
-        source = self._files[file]
-        return _Unpacked(self._index.once(f"{file}.arrow", lambda draft: _unpack(source, draft)))
+    def _unpacked(self, file: int) -> Any:
+        return _mapped(self._index.once(f"{file}.arrow", lambda draft: _unpack(self._files[file], draft)))
 
     def _count_rows(self) -> npt.NDArray[np.int64]:
         return np.array([_num_rows(file) for file in self._files], dtype=np.int64)
 
 
-class _Unpacked:
-    """Rows by number, out of mapped record batches."""
+@functools.lru_cache(OPEN_FILES)
+def _mapped(path: Path) -> Any:
+    """The table of unpacked batches; nothing of it is read yet."""
+    import pyarrow
 
-    def __init__(self, path: Path) -> None:
-        import pyarrow
-
-        reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
-        self._batches = [reader.get_batch(k) for k in range(reader.num_record_batches)]
-        self._starts = [0, *np.cumsum([batch.num_rows for batch in self._batches]).tolist()]
-
-    def row(self, number: int) -> Any:
-        batch = bisect_right(self._starts, number) - 1
-        return self._batches[batch].slice(number - self._starts[batch], 1).to_pylist()[0]
+    return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
 
 
 @contextmanager
