@@ -25,7 +25,6 @@ from rill.envs.deadline import Deadline, is_own
 from rill.envs.events import EventLog
 from rill.envs.reply import Context, Reply
 from rill.envs.tokens import Node, TokenTree
-from rill.envs.tools import toolbox
 from rill.errors import DataError, RunError, TooLongError
 from rill.types import Message, Prompt, SamplingParams, StopReason, TokenIds
 
@@ -218,14 +217,13 @@ class Agent:
         **sampling: Any,
     ) -> Reply:
         """Let the model call tools until it answers without a call; its last reply."""
-        box = toolbox(tool for tool in tools if not isinstance(tool, Mapping))
         talk, params = self._talk(messages, tools), self._sampling(sampling)
         for turn in range(max_turns):
             reply = await self._answer(talk, params, is_trained)
             if not reply.message.tool_calls or turn + 1 == max_turns:
                 break
             talk.hear([reply.message])
-            talk.hear([await reply.call_tool(call, box) for call in reply.message.tool_calls])
+            talk.hear([await reply.call_tool(call, talk.offer.box) for call in reply.message.tool_calls])
         self.setting.counts.is_cut_off |= bool(reply.message.tool_calls)
         return reply
 

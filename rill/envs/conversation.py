@@ -68,6 +68,8 @@ class Offer:
 
     tools: Tools
     """Kept, so that their ids stay theirs."""
+    box: dict[str, Tool]
+    """Those that can be called, by name."""
     schemas: list[dict[str, Any]]
     parameters: dict[str, Any]
     """By name."""
@@ -78,7 +80,8 @@ class Offer:
 
     @staticmethod
     def of(tools: Tools) -> Offer:
-        schemas = [dict(tool) if isinstance(tool, Mapping) else as_tool(tool).schema() for tool in tools]
+        given = [tool if isinstance(tool, Mapping) else as_tool(tool) for tool in tools]
+        schemas = [tool.schema() if isinstance(tool, Tool) else dict(tool) for tool in given]
         functions = [schema.get("function") for schema in schemas]
         names = [each.get("name") if isinstance(each, Mapping) else None for each in functions]
         if doubled := {
@@ -90,7 +93,8 @@ class Offer:
             if not isinstance(schema, Mapping):
                 raise DataError(f"tool {name}: its parameters must be a JSON schema, not {schema!r:.80}")
         key = _encode(schemas) if schemas else b""
-        return Offer(tools=tools, schemas=schemas, parameters=parameters, key=key)
+        box = {tool.name: tool for tool in given if isinstance(tool, Tool)}
+        return Offer(tools=tuple(tools), box=box, schemas=schemas, parameters=parameters, key=key)
 
 
 class Talk:

@@ -14,7 +14,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, get_type_hints
@@ -64,17 +64,6 @@ def as_tool(function: Tool | Callable[..., Any], *, once: bool = False) -> Tool:
         return await result if inspect.isawaitable(result) else result
 
     return Tool(name=name, description=description, parameters=schema, call=call, is_once=once)
-
-
-def toolbox(tools: Iterable[Tool | Callable[..., Any]]) -> dict[str, Tool]:
-    """By name. Two of one name are an error: a model could not tell them apart."""
-    box: dict[str, Tool] = {}
-    for each in tools:
-        tool = as_tool(each)
-        if tool.name in box:
-            raise ConfigError(f"two tools have the name {tool.name!r}: rename one of them")
-        box[tool.name] = tool
-    return box
 
 
 async def run_tool(

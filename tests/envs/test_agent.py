@@ -126,7 +126,7 @@ async def test_two_tools_of_one_name_are_an_error() -> None:
         return 1.0
 
     episode = await episode_of(run, hermes("x"))
-    assert episode.failure is Failure.ENVIRONMENT and "two tools have the name 'print_'" in str(episode.error)
+    assert episode.failure is Failure.ENVIRONMENT and "no two the same: print_" in str(episode.error)
 
 
 def print_(text: str) -> None:

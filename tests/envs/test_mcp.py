@@ -70,7 +70,9 @@ async def test_a_tool_that_hangs_costs_its_call_and_not_the_server() -> None:
 
 async def test_two_servers_with_a_tool_of_one_name_are_told_of() -> None:
     episode = await played(OBJECT, "42", servers={"shop": OBJECT, "other": OBJECT})
-    assert episode.failure is Failure.ENVIRONMENT and "two tools have the name 'price'" in str(episode.error)
+    assert episode.failure is Failure.ENVIRONMENT and "no two the same: die, hang, price" in str(
+        episode.error
+    )
 
 
 def test_a_server_has_one_place() -> None:
