@@ -91,16 +91,10 @@ class _Seats:
             counted.add(name)
             if (trace.get("agent") or {}).get("trainable") is False:
                 agent.is_trained = False
-            agent.reward(
-                sum(r["score"] * r.get("weight", 1.0) for r in (trace.get("rewards") or {}).values())
-            )
-            for metric, value in {**_scores(trace), **(trace.get("metrics") or {})}.items():
+            rewards = trace.get("rewards") or {}
+            agent.reward(sum(r["score"] * r.get("weight", 1.0) for r in rewards.values()))
+            scores = {each: r["score"] for each, r in rewards.items()} if len(rewards) > 1 else {}
+            for metric, value in {**scores, **(trace.get("metrics") or {})}.items():
                 self._agents.metrics[f"{name}/{metric}" if len(self.names) > 1 else metric] = float(value)
         for name in set(self._traces.values()) - counted:  # given up by a retry
             self._agents[name].is_trained = False
-
-
-def _scores(trace: Mapping[str, Any]) -> dict[str, float]:
-    """Rewards by name, where there are several."""
-    rewards = trace.get("rewards") or {}
-    return {name: float(r["score"]) for name, r in rewards.items()} if len(rewards) > 1 else {}
