@@ -121,9 +121,16 @@ class Server:
             messages[start:start] = past
         kept = session.responses if dialect is RESPONSES else None
         said = asyncio.ensure_future(_say(agent, messages, tools, sampling, kept))
-        if not chat.get("stream"):
-            return await _whole(dialect, said)
-        return await _streamed(partial(dialect.stream, shows_usage=shows_usage), dialect, agent, said)
+        is_streamed = bool(chat.get("stream"))
+        await asyncio.wait({said}, timeout=PATIENCE_S if is_streamed else None)
+        if said.done() and isinstance(refusal := said.exception(), _Refusal):
+            return _json(dialect.error(refusal.message, refusal.code), refusal.status)
+        if not is_streamed:
+            return _json(dialect.whole(said.result()))
+        from starlette.responses import StreamingResponse
+
+        stream_of = partial(dialect.stream, shows_usage=shows_usage)
+        return StreamingResponse(_events(stream_of, agent, said), media_type="text/event-stream")
 
 
 servers = PerLoop(Server)
@@ -160,24 +167,6 @@ async def _say(
         past = [message for message in messages if message.get("role") not in ("system", "developer")]
         kept[f"resp_{answer.id}"] = [*past, said]
     return answer
-
-
-async def _whole(dialect: Dialect, said: asyncio.Future[Answer]) -> Response:
-    try:
-        return _json(dialect.whole(await said))
-    except _Refusal as refusal:
-        return _json(dialect.error(refusal.message, refusal.code), refusal.status)
-
-
-async def _streamed(
-    stream_of: Callable[[Answer], AnswerStream], dialect: Dialect, agent: Agent, said: asyncio.Future[Answer]
-) -> Response:
-    await asyncio.wait({said}, timeout=PATIENCE_S)
-    if said.done() and isinstance(refusal := said.exception(), _Refusal):
-        return _json(dialect.error(refusal.message, refusal.code), refusal.status)
-    from starlette.responses import StreamingResponse
-
-    return StreamingResponse(_events(stream_of, agent, said), media_type="text/event-stream")
 
 
 async def _events(
