@@ -38,8 +38,8 @@ class Played(NamedTuple):
 
     observation: Observation | None
     """What is seen after it; None after an error."""
-    rewards_J: Floats
-    executed_J: Bits
+    rewards_J: Floats = np.zeros(0, np.float32)
+    executed_J: Bits = np.zeros(0, np.bool_)
     terminated: bool = False
     truncated: bool = False
     success: bool = False
@@ -51,8 +51,7 @@ class Played(NamedTuple):
     @staticmethod
     def failed(error: str) -> Played:
         """Nothing was played."""
-        nothing = np.zeros(0, np.float32)
-        return Played(None, nothing, nothing.astype(np.bool_), error=error)
+        return Played(None, error=error)
 
     @property
     def is_over(self) -> bool:
@@ -118,15 +117,14 @@ class Bank(Scenes):
 
     def _reset(self, slot: int, begin: Begin) -> Played:
         self._picture_sizes[slot] = begin.picture_size
-        nothing = np.zeros(0, np.float32)
         try:
             observation = _finite(self._simulators[slot].reset(begin.start))
         except UserError:
             raise  # a task that there is not: nobody's episode would begin
         except Exception as error:  # noqa: BLE001  boundary: a simulator's error is its episode's
-            return self._failed(slot, nothing, nothing.astype(np.bool_), error)
+            return self._failed(slot, error)
         self._is_playing[slot], self._num_steps[slot] = True, 0
-        return Played(observation, nothing, nothing.astype(np.bool_), pictures=self._pictures(slot))
+        return Played(observation, pictures=self._pictures(slot))
 
     def _play(self, slot: int, actions_JA: Floats) -> Played:
         return self._run(slot, len(actions_JA), lambda simulator, j: actions_JA[j])
@@ -166,7 +164,7 @@ class Bank(Scenes):
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001  boundary: a simulator's error is its episode's
-            return self._failed(slot, rewards_J, executed_J, error)
+            return self._failed(slot, error)._replace(rewards_J=rewards_J, executed_J=executed_J)
         self._is_playing[slot] = not (step.terminated or truncated)
         return Played(
             observation,
@@ -183,12 +181,12 @@ class Bank(Scenes):
         picture = self._simulators[slot].render(size) if size else None
         return () if picture is None else (picture,)
 
-    def _failed(self, slot: int, rewards_J: Floats, executed_J: Bits, error: Exception) -> Played:
+    def _failed(self, slot: int, error: Exception) -> Played:
         self._is_playing[slot] = False
         with contextlib.suppress(Exception):  # it is broken already
             self._simulators[slot].close()
         self._simulators[slot] = open_simulator(self._config)
-        return Played(None, rewards_J, executed_J, error=in_words(error))
+        return Played.failed(in_words(error))
 
 
 def _finite(observation: Observation) -> Observation:

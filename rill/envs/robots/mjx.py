@@ -79,15 +79,14 @@ class ArmMjxSimulator(Scenes):
         self._picture_sizes = [0] * size
 
     def reset(self, begins: Mapping[int, Begin]) -> dict[int, Played]:
-        played, nothing = {}, np.zeros(0, np.float32)
+        played = {}
         for slot, begin in begins.items():
             seen = self._arm.reset(begin.start)
             for numbers, first in zip(self._pose, _first(seen.state), strict=True):
                 numbers[slot] = first
             self._tasks[slot], self._num_steps[slot] = NAMES.index(begin.start.task), 0
             self._is_playing[slot], self._picture_sizes[slot] = True, begin.picture_size
-            pictures = self._pictures(slot, seen.state[None])
-            played[slot] = Played(seen, nothing, nothing.astype(np.bool_), pictures=pictures)
+            played[slot] = Played(seen, pictures=self._pictures(slot, seen.state[None]))
         return played
 
     def play(self, chunks: Mapping[int, Floats]) -> dict[int, Played]:
@@ -109,7 +108,10 @@ class ArmMjxSimulator(Scenes):
         assert lengths == {1}, f"the expert is shown an action at a time, not {sorted(lengths)}"
         shown = {}
         for slot in slots:
-            self._arm.place(NAMES[self._tasks[slot]], *self._placed(slot))
+            pose = self._pose
+            self._arm.place(
+                NAMES[self._tasks[slot]], pose.joints[slot], pose.targets[slot], pose.blocks[slot]
+            )
             shown[slot] = self._arm.expert()[None]
         return {slot: each._replace(expert_JA=shown[slot]) for slot, each in self.play(shown).items()}
 
@@ -195,9 +197,6 @@ class ArmMjxSimulator(Scenes):
         first = _first(state)
         self._arm.place(NAMES[self._tasks[slot]], first.joints, first.joints, first.blocks)
         return self._arm.render(size)
-
-    def _placed(self, slot: int) -> tuple[Floats, Floats, Floats]:
-        return self._pose.joints[slot], self._pose.targets[slot], self._pose.blocks[slot]
 
 
 def _first(state: Floats) -> Pose:
