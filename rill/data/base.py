@@ -128,11 +128,6 @@ def open_indexed(config: PartConfig, split: Split = Split.TRAIN) -> Dataset:
     return dataset
 
 
-def split_of(key: str, held_out: float) -> Split:
-    """The side a problem lies on. `key` is its content; equal keys are on the same side for ever."""
-    return Split.HELD_OUT if place_of(key) < held_out * 2.0**64 else Split.TRAIN
-
-
 def place_of(key: str) -> int:
     """Where a problem lies in 0 … 2^64 − 1: the held-out side is the lower end."""
     digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"rill-split").digest()
@@ -140,7 +135,8 @@ def place_of(key: str) -> int:
 
 
 def on_side(key: str, held_out: float, split: Split) -> bool:
-    return split is Split.ALL or split_of(key, held_out) is split
+    """Whether a problem lies on this side. `key` is its content; equal keys are on the same side for ever."""
+    return split is Split.ALL or (place_of(key) < held_out * 2.0**64) is (split is Split.HELD_OUT)
 
 
 def check_has_side(name: str, split: Split, held_out: float) -> None:
@@ -187,8 +183,3 @@ def check_template(name: str, template: str, fields: tuple[str, ...], needs: tup
         ) from error
     if not any(f"{{{field}}}" in template for field in needs):
         raise ValueError(f"`{name}` must hold {' or '.join(f'{{{n}}}' for n in needs)}, got {template!r}")
-
-
-def frozen(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata without its empty entries."""
-    return {key: value for key, value in metadata.items() if value not in (None, "", {}, [])}

@@ -53,9 +53,6 @@ class _Pool:
     success: float
     num_reports: int = 0
 
-    def weight(self) -> float:
-        return self.success * (1.0 - self.success)
-
 
 @dataclass(slots=True, kw_only=True)
 class _Record:
@@ -132,7 +129,7 @@ class Curriculum:
 
     def chances(self) -> list[float]:
         """The probability of each pool, from the easiest to the hardest."""
-        weights = np.array([pool.weight() for pool in self._pools])
+        weights = np.array([pool.success * (1.0 - pool.success) for pool in self._pools])
         total = weights.sum()
         even = np.full(len(weights), 1.0 / len(weights))
         learned = weights / total if total > 0 else even

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from rill.data.base import DatasetConfig, Split, check_template, content_key, frozen, place_of
+from rill.data.base import DatasetConfig, Split, check_template, content_key, place_of
 from rill.data.index import RowIndex
 from rill.data.messages import read_message
 from rill.errors import DataError
@@ -197,7 +197,7 @@ def _text(message: Message, where: str) -> str:
 
 def _from_messages(row: dict[str, Any], config: RowConfig, where: str, row_id: str) -> Prompt:
     messages = parse_messages(row["messages"], where)
-    metadata: dict[str, Any] = dict(_metadata(row))
+    metadata = _metadata(row)
     if messages[-1].role == "assistant":
         messages, reply = messages[:-1], messages[-1]
         metadata["reply"] = reply
@@ -230,7 +230,7 @@ def _from_question(row: dict[str, Any], config: RowConfig, where: str, row_id: s
         messages = (Message(role="user", content=text),)
     else:
         raise DataError(f"{where}: {name!r} must be text or a list of messages, got {type(asked).__name__}")
-    answer, metadata = _answer(row, config, where), dict(_metadata(row))
+    answer, metadata = _answer(row, config, where), _metadata(row)
     solution = _solution(row, config, where)
     if solution is not None:
         metadata["solution"] = solution
@@ -307,7 +307,7 @@ def _metadata(row: Mapping[str, Any]) -> dict[str, Any]:
         extra = row.get(name)
         if isinstance(extra, Mapping):
             fields.update(extra)
-    return frozen(fields)
+    return {key: value for key, value in fields.items() if value not in (None, "", {}, [])}
 
 
 def _with_system(messages: tuple[Message, ...], config: RowConfig) -> tuple[Message, ...]:
