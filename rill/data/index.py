@@ -4,7 +4,8 @@ Callers: rill.data.rows and the datasets of rows. A RowIndex belongs to one sour
 changes, so does the index's folder, and the folder of the old state is removed.
 
     <cache>/rows/<source and its state>/
-        source.txt            where the source lies; a folder whose source is gone is removed by the next builder
+        source.txt            where the source lies, and which of its files if not all; a folder whose source is gone is
+                              removed by the next builder
         lines.npy …           made by one process; the others wait for it and map it into memory
         <settings>.npy        one number for every row
 
@@ -15,6 +16,7 @@ waits makes it then.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -24,7 +26,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,12 @@ SAMPLE_BYTES = 4_096
 
 
 class RowIndex:
-    """Of the source at `root`, which consists of `files`."""
+    """Of the source at `root`, which consists of `files`; `part`: of those of them alone, whatever else is there."""
 
-    def __init__(self, root: Path, files: Sequence[Path]) -> None:
+    def __init__(self, root: Path, files: Sequence[Path], *, part: Sequence[Path] = ()) -> None:
         self._root = root.resolve()
         self._files = files
+        self._source = "\n".join(map(str, (self._root, *part)))
         self.folder = self._place() / _state_of(self._root, files)
         if not (self.folder / "source.txt").exists():
             self._start()
@@ -95,7 +97,7 @@ class RowIndex:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
         return np.frombuffer(digest.digest(), np.uint8)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
         """A source that changes takes its index's folder away from those who still read the old state."""
         try:
@@ -132,12 +134,13 @@ class RowIndex:
     def _start(self) -> None:
         """A new folder; those of this source's former states and of sources that are gone go away."""
         for other in self.folder.parent.glob("*/source.txt"):
-            source = _source_in(other)
-            is_past = source is not None and (source == self._root or not source.exists())
-            if is_past and other.parent != self.folder:
-                shutil.rmtree(other.parent, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another process has just removed it
+                source = other.read_text(encoding="utf-8")
+                is_past = source == self._source or not Path(source.partition("\n")[0]).exists()
+                if is_past and other.parent != self.folder:
+                    shutil.rmtree(other.parent, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write(self.folder / "source.txt", lambda draft: draft.write_text(str(self._root), encoding="utf-8"))
+        _write(self.folder / "source.txt", lambda draft: draft.write_text(self._source, encoding="utf-8"))
 
 
 def _state_of(root: Path, files: Sequence[Path]) -> str:
@@ -176,14 +179,7 @@ def _read(path: Path) -> Array | None:
     return found
 
 
-def _source_in(path: Path) -> Path | None:
-    try:
-        return Path(path.read_text(encoding="utf-8"))
-    except OSError:  # another process has just removed it
-        return None
-
-
-@contextmanager
+@contextlib.contextmanager
 def _locked(path: Path, awaited: str) -> Iterator[None]:
     """Hold the lock; StuckError names what was `awaited` in vain."""
     deadline = time.monotonic() + WAIT_S

@@ -42,10 +42,10 @@ class ParquetDataset(RowDataset):
         self._files = list(files) or found
         if not self._files or not self._files[0].is_file():
             raise DataError(f"there is no parquet file at {config.path!r}")
-        self._index = RowIndex(self._root, self._files)
-        sizes = self._index.array_once("sizes", self._count_rows)
+        index = RowIndex(self._root, self._files, part=list(files))
+        sizes = index.array_once("sizes", self._count_rows)
         self._starts: list[int] = [0, *np.cumsum(sizes).tolist()]
-        self.index_rows(self._index)
+        self.index_rows(index)
 
     @property
     def title(self) -> str:
@@ -61,25 +61,24 @@ class ParquetDataset(RowDataset):
     def row(self, number: int) -> Any:
         file = self._file_of(number)
         try:
-            return self._unpacked(file).slice(number - self._starts[file], 1).to_pylist()[0]
+            table = _unpacked(self._index, file, self._files[file])
+            return table.slice(number - self._starts[file], 1).to_pylist()[0]
         except UnicodeDecodeError as error:
             raise DataError(f"{self.where(number)}: text that is not UTF-8: {error.object!r:.80}") from None
 
     def _file_of(self, number: int) -> int:
         return bisect_right(self._starts, number) - 1
 
-    def _unpacked(self, file: int) -> Any:
-        return _mapped(self._index.once(f"{file}.arrow", lambda draft: _unpack(self._files[file], draft)))
-
     def _count_rows(self) -> npt.NDArray[np.int64]:
         return np.array([_num_rows(file) for file in self._files], dtype=np.int64)
 
 
 @functools.lru_cache(OPEN_FILES)
-def _mapped(path: Path) -> Any:
-    """The table of unpacked batches; nothing of it is read yet."""
+def _unpacked(index: RowIndex, number: int, file: Path) -> Any:
+    """The table of the index's file of that number, mapped; nothing of it is read yet."""
     import pyarrow
 
+    path = index.once(f"{number}.arrow", lambda draft: _unpack(file, draft))
     return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
 
 

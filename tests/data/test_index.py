@@ -21,6 +21,7 @@ from rill.data.generated import GeneratedStream
 from rill.data.index import RowIndex
 from rill.data.jsonl import JsonlDataset
 from rill.data.loader import Loader, LoaderConfig, StreamLoader
+from rill.data.parquet import ParquetDataset
 from rill.data.rows import RowDataset, prompt_from_row
 from rill.errors import DataError, StuckError
 
@@ -326,6 +327,30 @@ def test_a_process_that_stands_still_is_not_awaited_for_ever(
         go_on.set()
         holder.join(timeout=30)
     assert index.of_every_row("x", 5, lambda number: 0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_two_parts_of_one_folder_leave_each_others_index_alone(
+    tmp_path: Path, parsed: list[tuple[str, int]]
+) -> None:
+    """As two splits of a data set of the hub."""
+    folder = write_parquet(tmp_path, 60)
+    config = ParquetDataset.Config(path=str(folder))
+
+    def part(name: str) -> ParquetDataset:
+        return ParquetDataset(config, files=[folder / name])
+
+    first, second = part("0.parquet"), part("1.parquet")
+    assert (first[0].answer, second[0].answer) == ("1", "21") and len(parsed) == 20 + 20 + 2
+    assert (part("0.parquet")[1].answer, part("1.parquet")[1].answer) == ("2", "22") and len(parsed) == 44
+
+
+def test_rows_that_are_read_already_are_read_on_when_their_file_is_another(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path, 60)
+    dataset = opened("parquet", path)
+    file = path / "0.parquet"
+    file.write_bytes((path / "1.parquet").read_bytes())
+    assert opened("parquet", path)[0].answer == "21", "who opens it now reads what is there now"
+    assert dataset[1].answer == "2"
 
 
 def test_a_source_that_changes_while_it_is_opened_says_so(tmp_path: Path) -> None:
