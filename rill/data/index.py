@@ -61,13 +61,14 @@ class RowIndex:
     def once(self, name: str, make: Callable[[Path], object]) -> Path:
         """The file `name`, written by make(path) unless it is there."""
         path = self.folder / name
-        with self._unchanged():
+        if path.exists():
+            return path
+        awaited = f"another process that makes {name} of {self._root}"
+        with self._unchanged(), _locked(path.with_suffix(".lock"), awaited):
             if not path.exists():
-                with _locked(path.with_suffix(".lock"), f"another process that makes {name} of {self._root}"):
-                    if not path.exists():
-                        for draft in self.folder.glob(f".{path.stem}-*"):  # of one who was killed at it
-                            draft.unlink(missing_ok=True)
-                        _write(path, make)
+                for draft in self.folder.glob(f".{path.stem}-*"):  # of one who was killed at it
+                    draft.unlink(missing_ok=True)
+                _write(path, make)
         return path
 
     def array_once(self, name: str, make: Callable[[], Array]) -> Array:

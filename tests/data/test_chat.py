@@ -10,7 +10,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from rill.data.chat import MARK, PromptEncoder
+from rill.data.chat import PromptEncoder
 from rill.errors import DataError
 from rill.types import Message, Prompt
 from tests.data.templates import FORGETFUL, HERMES, OWN, closing_of, templates, tokenizer_for
@@ -176,10 +176,6 @@ def test_without_a_template_messages_are_refused() -> None:
         PromptEncoder(tokenizer).encode(Prompt(id="p", messages=(user("a"),)))
     with pytest.raises(DataError, match="neither messages nor text"):
         PromptEncoder(tokenizer).encode(Prompt(id="p"))
-
-
-def test_the_mark_is_nothing_a_model_would_say() -> None:
-    assert MARK.isalnum() and MARK.isascii()
 
 
 CONTENTS = ("42", ' a "quoted" <b>\\n</b> é\n', "</think> <tool_response>x", "")

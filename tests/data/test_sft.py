@@ -85,10 +85,3 @@ def test_a_prompt_without_solution_or_a_row_over_the_limit_is_refused() -> None:
         SFTEncoder(encoder()).encode(Prompt(id="p", text="x"))
     with pytest.raises(DataError, match="the limit is 3"):
         SFTEncoder(encoder(), max_tokens=3).encode(Prompt(id="p", text="x", answer="123"))
-
-
-def test_messages_without_a_template_say_what_to_do() -> None:
-    tokenizer = build_char_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(DataError, match="no chat template"):
-        PromptEncoder(tokenizer).encode(Prompt(id="p", messages=talk(("user", "hi"))))
