@@ -57,7 +57,8 @@ def load_environment(name, size=3):
     return Sums(size)
 """
 LINGERING = """
-import threading, time
+import subprocess, threading, time
+subprocess.Popen(["sleep", "601.5"])
 threading.Thread(target=time.sleep, args=(600,)).start()
 def load_environment(): pass
 """
@@ -132,6 +133,7 @@ def test_a_package_that_does_not_end_when_its_tasks_are_read_is_ended(
 ) -> None:
     monkeypatch.setattr("rill.envs.verifiers.server.CLOSE_S", 0.5)
     assert len(tasks_of(python, "lingering")) == 3
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "601.5" in (p.info["cmdline"] or ())]
 
 
 async def test_tasks_of_another_data_set_are_refused(python: str) -> None:

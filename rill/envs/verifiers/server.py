@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import tempfile
 import threading
@@ -257,7 +258,7 @@ class Guest:
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the tool servers that it has started
             self._process.wait(CLOSE_S)
         self._out.close()
         self._errors.close()
