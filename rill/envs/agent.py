@@ -112,8 +112,10 @@ class Agents(Mapping[str, "Agent"]):
 
     @property
     def first(self) -> Agent:
-        """Who the reward of the episode is meant for: the policy, or whoever was there first."""
-        return self.policy if "policy" in self._agents or not self._agents else next(iter(self.values()))
+        """Who the reward of the episode is meant for: of those who were asked, the policy or whoever was there first."""
+        asked = {name: agent for name, agent in self._agents.items() if agent.tree.nodes}
+        found = asked or self._agents
+        return self.policy if "policy" in found or not found else next(iter(found.values()))
 
     def known(self, name: str) -> Agent | None:
         """An agent that was mentioned before."""

@@ -401,6 +401,19 @@ class TestSeveralSamples:
         assert [(s.agent, s.reward) for s in episode.samples] == [("policy", 1.0), ("helper", 0.25)]
         assert list(episode.rewards) == ["policy", "helper"] and episode.reward == 1.0
 
+    @pytest.mark.parametrize("mentioned", ["policy", "helper"])
+    async def test_the_reward_is_for_who_was_asked_and_not_for_who_was_only_mentioned(
+        self, mentioned: str
+    ) -> None:
+        async def asked(task: Prompt, agents: Agents) -> float:
+            assert agents[mentioned].is_trained
+            await agents["solver"].generate(task)
+            return 0.5
+
+        episode = await play(playing(asked, reward={"type": "exact"}), Scripted("85"))
+        assert [(s.agent, s.reward) for s in episode.samples] == [("solver", 1.5)]
+        assert dict(episode.rewards) == {"solver": 1.5}
+
     async def test_an_agent_that_is_not_trained_has_its_model_and_no_sample(self) -> None:
         async def asked(task: Prompt, agents: Agents) -> float:
             hint = await agents["helper"].generate(task)
