@@ -112,7 +112,7 @@ class Agents(Mapping[str, "Agent"]):
 
     @property
     def first(self) -> Agent:
-        """Who the reward of the episode is meant for: of those who were asked, the policy or whoever was there first."""
+        """Whom the reward of the episode is meant for: of those who were asked, the policy or else the first."""
         asked = {name: agent for name, agent in self._agents.items() if agent.tree.nodes}
         found = asked or self._agents
         return self.policy if "policy" in found or not found else next(iter(found.values()))
