@@ -52,9 +52,9 @@ class RowIndex:
 
     def __init__(self, root: Path, files: Sequence[Path], *, part: Sequence[Path] = ()) -> None:
         self._root = root.resolve()
-        self._files = files
+        self._files = [file.resolve() for file in files]
         self._source = "\n".join(map(str, (self._root, *part)))
-        self.folder = self._place() / _state_of(self._root, files)
+        self.folder = self._place() / _state_of(self._root, self._files)
         if not (self.folder / "source.txt").exists():
             self._start()
 

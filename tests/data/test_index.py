@@ -329,6 +329,17 @@ def test_a_process_that_stands_still_is_not_awaited_for_ever(
     assert index.of_every_row("x", 5, lambda number: 0).tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_source_is_the_same_by_whichever_of_its_names(
+    tmp_path: Path, parsed: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path, 10)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    for name in (path, Path(path.name), tmp_path / "link.jsonl", path):
+        assert len(opened("jsonl", name)) == 10
+    assert len(parsed) == 10
+
+
 def test_two_parts_of_one_folder_leave_each_others_index_alone(
     tmp_path: Path, parsed: list[tuple[str, int]]
 ) -> None:

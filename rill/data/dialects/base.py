@@ -72,7 +72,7 @@ def event(body: Mapping[str, Any], name: str | None = None) -> bytes:
     return head + b"data: " + _encode(body) + b"\n\n"
 
 
-def text_of(content: Any, where: str, kinds: Sequence[str] = ("text", "input_text", "output_text")) -> str:
+def text_of(content: Any, where: str) -> str:
     """The text of a content that is text or parts. Raises ValueError for parts of another kind, which would be lost."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -81,7 +81,7 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text", "input_tex
     for part in content:
         if (
             not isinstance(part, Mapping)
-            or part.get("type") not in kinds
+            or part.get("type") not in ("text", "input_text", "output_text")
             or not isinstance(part.get("text"), str)
         ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__

@@ -244,12 +244,12 @@ class Guest:
         line, _, self._held = self._held.partition(b"\n")
         return line.decode()
 
-    def last_words(self, max_chars: int = 400) -> str:
+    def last_words(self) -> str:
         """The end of what it wrote to standard error, for a message."""
         size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - 4 * max_chars))
+        self._errors.seek(max(0, size - 1600))
         text = self._errors.read().decode("utf-8", "replace").strip()
-        return f": …{text[-max_chars:]}" if text else ""
+        return f": …{text[-400:]}" if text else ""
 
     def close(self) -> None:
         assert self._process.stdin is not None
