@@ -120,13 +120,16 @@ class Server:
             start = int(bool(body.get("instructions")))
             messages[start:start] = past
         kept = session.responses if dialect is RESPONSES else None
-        said = asyncio.ensure_future(_say(agent, messages, tools, sampling, kept))
-        is_streamed = bool(chat.get("stream"))
-        await asyncio.wait({said}, timeout=PATIENCE_S if is_streamed else None)
-        if said.done() and isinstance(refusal := said.exception(), _Refusal):
+        answer = _say(agent, messages, tools, sampling, kept)
+        try:
+            if not chat.get("stream"):
+                return _json(dialect.whole(await answer))
+            said = asyncio.ensure_future(answer)
+            await asyncio.wait({said}, timeout=PATIENCE_S)
+            if said.done():
+                said.result()
+        except _Refusal as refusal:
             return _json(dialect.error(refusal.message, refusal.code), refusal.status)
-        if not is_streamed:
-            return _json(dialect.whole(said.result()))
         from starlette.responses import StreamingResponse
 
         stream_of = partial(dialect.stream, shows_usage=shows_usage)
