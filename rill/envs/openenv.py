@@ -59,6 +59,7 @@ class OpenEnvGame:
         self._config = config
         self._connection = contextlib.ExitStack()
         self._socket: Any = None
+        self._is_closed = False
 
     def start(self, seed: int) -> Step:
         address = re.sub("^http", "ws", self._config.url.rstrip("/"))
@@ -69,6 +70,9 @@ class OpenEnvGame:
             )
         except OSError as error:
             raise ConnectionError(f"there is no OpenEnv server at {self._config.url}: {error}") from error
+        if self._is_closed:  # the episode was ended meanwhile: its session would take a place for ever
+            self.close()
+            raise ConnectionError("the episode is over")
         return self._step(self._ask("reset", {"seed": seed, **self._config.arguments}))
 
     def move(self, text: str) -> Step:
@@ -79,6 +83,7 @@ class OpenEnvGame:
             return Step(player="policy", observation=said, rewards={"policy": self._config.invalid_reward})
 
     def close(self) -> None:
+        self._is_closed = True
         with contextlib.suppress(Exception), self._connection:  # it is over, whatever the connection says
             if self._socket is not None:
                 self._socket.send(json.dumps({"type": "close"}))

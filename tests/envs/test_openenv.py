@@ -113,6 +113,39 @@ async def test_a_server_without_a_free_place_is_told_of_although_it_closes_at_on
         game.close()
 
 
+def test_an_episode_that_ends_while_its_server_is_reached_leaves_no_session_there() -> None:
+    ended, reaching, may_reach = (threading.Event() for _ in range(3))
+
+    def listens(connection: Any) -> None:
+        for _ in connection:
+            pass
+        ended.set()
+
+    with server.serve(listens, "127.0.0.1", 0) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{serving.socket.getsockname()[1]}"
+        game = OpenEnvGame(OpenEnvEnvironment.Config(url=url))
+        connect = game._connect
+
+        def late(*args: Any, **options: Any) -> Any:
+            reaching.set()
+            assert may_reach.wait(30)
+            return connect(*args, **options)
+
+        def start() -> None:
+            with pytest.raises(ConnectionError, match="the episode is over"):
+                game.start(0)
+
+        game._connect = late
+        starting = threading.Thread(target=start)
+        starting.start()
+        assert reaching.wait(30)
+        game.close()
+        may_reach.set()
+        starting.join(30)
+        assert ended.wait(30)
+
+
 REAL = os.environ.get("RILL_OPENENV_PYTHON", "")
 
 
