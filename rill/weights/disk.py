@@ -97,8 +97,11 @@ class DiskPublisher(Publisher):
         (self._writing / "manifest.json").write_text(manifest_to_json(manifest), encoding="utf-8")
         self._writing.rename(self.folder / version_folder(manifest.version))
         self._writing = self.folder
+        self._num_since_full += 1
         if manifest.base_version is None:
             self._full_versions.append(manifest.version)
+            self._num_since_full = 0
+        self._previous, self._previous_tensors = self._buffers, manifest.tensors
         self._prune()
         return manifest
 
@@ -106,12 +109,8 @@ class DiskPublisher(Publisher):
         self._scratch.close()
 
     def _write_buckets(self, manifest: WeightManifest) -> WeightManifest:
-        is_full = (
-            self.version is None
-            or manifest.tensors != self._previous_tensors
-            or self._num_since_full + 1 >= self.config.full_every
-        )
-        self._num_since_full = 0 if is_full else self._num_since_full + 1
+        is_new = manifest.tensors != self._previous_tensors
+        is_full = is_new or self._num_since_full + 1 >= self.config.full_every
         for index, buffer_B in enumerate(self._buffers):
             specs = manifest.in_bucket(index)
             if is_full:
@@ -125,7 +124,6 @@ class DiskPublisher(Publisher):
                 codec=self.config.codec,
             )
             (self._writing / f"bucket-{index:05d}.delta").write_bytes(payload)
-        self._previous, self._previous_tensors = self._buffers, manifest.tensors
         manifest = replace(manifest, extra={"delta": True})  # receivers keep their buckets for the next one
         if is_full:
             return manifest

@@ -137,3 +137,22 @@ def test_a_change_of_layout_is_sent_whole() -> None:
         fewer = dict(list(weights(1).items())[:5])
         manifest = publish(publisher, fewer, 1)
         assert manifest.base_version is None and same(pulled(receiver, manifest), fewer)
+
+
+@pytest.mark.parametrize("name", ["disk", "tcp"])
+def test_a_difference_is_never_to_a_version_that_could_not_be_written(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ends(name, delta=True) as (publisher, receiver):
+        first = weights(0)
+        pulled(receiver, publish(publisher, first, 0))
+        with monkeypatch.context() as full, pytest.raises(OSError, match="no space"):
+            full.setattr("rill.weights.disk.manifest_to_json", _no_space)
+            publish(publisher, stepped(first, 1), 1)
+        last = stepped(stepped(first, 1), 2)
+        manifest = publish(publisher, last, 1)
+        assert manifest.base_version == 0 and same(pulled(receiver, manifest), last)
+
+
+def _no_space(_: object) -> str:
+    raise OSError("no space left on device")
