@@ -19,17 +19,13 @@ class AutoTransport:
 
     @staticmethod
     def publisher(config: Config) -> Any:
-        raise UnsupportedError(_NEEDS_A_NAME)
+        names = ", ".join(name for name in TRANSPORTS if name != "auto")
+        raise UnsupportedError(
+            'a workflow turns the transport "auto" into another one by its placement; where you open publishers and '
+            f"receivers yourself, name one of: {names}"
+        )
 
-    @staticmethod
-    def receiver(config: Config) -> Any:
-        raise UnsupportedError(_NEEDS_A_NAME)
-
-
-_NEEDS_A_NAME = (
-    'a workflow turns the transport "auto" into another one by its placement; where you open publishers and receivers '
-    f"yourself, name one of: {', '.join(name for name in TRANSPORTS if name != 'auto')}"
-)
+    receiver = publisher
 
 
 def chosen_transport(config: PartConfig, *, is_one_machine: bool, is_one_gpu: bool) -> PartConfig:

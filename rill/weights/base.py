@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from pydantic import Field
@@ -82,15 +82,8 @@ class TransportConfig(PartConfig):
         return self
 
 
-class _Gathered(NamedTuple):
-    """A bucket in its buffer, while what was asked about it is still being worked out on its device."""
-
-    members: list[tuple[str, Tensor]]
-    specs: list[TensorSpec]
-    buffer_B: Tensor
-    is_finite: Callable[[], bool]
-    checksum: Callable[[], int] | None
-    sampled_checksum: Callable[[], int] | None
+_Begun = tuple[list[TensorSpec], Callable[[], BucketSpec]]
+"""A bucket in its buffer, and the call that waits for what was asked about it and seals it."""
 
 
 class Publisher(ABC):
@@ -113,21 +106,10 @@ class Publisher(ABC):
         self.begin(version)
         tensors: list[TensorSpec] = []
         buckets: list[BucketSpec] = []
-        gathered: Iterable[_Gathered] = self._gather(named_tensors, version)
-        for found in list(gathered) if self.keeps_buckets else gathered:
-            if not found.is_finite():
-                bad = next(name for name, tensor in found.members if not is_finite(tensor))
-                raise WeightSyncError(
-                    f"{bad!r} has values that are not finite: these weights must not be published"
-                )
-            bucket = BucketSpec(
-                index=len(buckets),
-                num_bytes=found.buffer_B.numel(),
-                checksum=found.checksum() if found.checksum else None,
-                sampled_checksum=found.sampled_checksum() if found.sampled_checksum else None,
-            )
-            buckets.append(self.seal(bucket, found.buffer_B, found.specs))
-            tensors += found.specs
+        begun: Iterable[_Begun] = self._gather(named_tensors, version)
+        for specs, sealed in list(begun) if self.keeps_buckets else begun:
+            buckets.append(sealed())
+            tensors += specs
         if not buckets:
             raise WeightSyncError(f"version {version}: there were no tensors to publish")
         manifest = WeightManifest(
@@ -175,25 +157,40 @@ class Publisher(ABC):
         """All buckets are sealed: make the version visible."""
         return manifest
 
-    def _gather(self, named_tensors: NamedTensors, version: PolicyVersion) -> Iterator[_Gathered]:
+    def _gather(self, named_tensors: NamedTensors, version: PolicyVersion) -> Iterator[_Begun]:
         seen: set[str] = set()
-        verify = self.settings.verify
         for index, members in enumerate(plan_buckets(named_tensors, self.settings.bucket_bytes)):
             for name, _ in members:
                 if name in seen:
                     raise WeightSyncError(f"{name!r} was given twice for one version")
                 seen.add(name)
-            specs, num_bytes = layout(members, index)
-            buffer_B = self.allocate(index, num_bytes, members[0][1].device)
-            fill(buffer_B, members, specs, self.views(buffer_B, specs))
-            yield _Gathered(
-                members,
-                specs,
-                buffer_B,
-                start_all_finite(buffer_B, members) if self.settings.check_finite else lambda: True,
-                start_checksum(buffer_B) if verify is Verify.FULL else None,
-                start_sampled_checksum(buffer_B, int(version)) if verify is Verify.SAMPLED else None,
+            yield self._begin_bucket(index, members, version)
+
+    def _begin_bucket(self, index: int, members: list[tuple[str, Tensor]], version: PolicyVersion) -> _Begun:
+        """Fill a bucket and have its device work out what is asked about it."""
+        specs, num_bytes = layout(members, index)
+        buffer_B = self.allocate(index, num_bytes, members[0][1].device)
+        fill(buffer_B, members, specs, self.views(buffer_B, specs))
+        verify = self.settings.verify
+        are_finite = start_all_finite(buffer_B, members) if self.settings.check_finite else lambda: True
+        checksum = start_checksum(buffer_B) if verify is Verify.FULL else None
+        sampled = start_sampled_checksum(buffer_B, int(version)) if verify is Verify.SAMPLED else None
+
+        def sealed() -> BucketSpec:
+            if not are_finite():
+                bad = next(name for name, tensor in members if not is_finite(tensor))
+                raise WeightSyncError(
+                    f"{bad!r} has values that are not finite: these weights must not be published"
+                )
+            bucket = BucketSpec(
+                index=index,
+                num_bytes=num_bytes,
+                checksum=checksum and checksum(),
+                sampled_checksum=sampled and sampled(),
             )
+            return self.seal(bucket, buffer_B, specs)
+
+        return specs, sealed
 
 
 class Receiver(ABC):
@@ -214,8 +211,8 @@ class Receiver(ABC):
         buckets = (
             (b, buffer_B, self._start_check(manifest, b, buffer_B)) for b, buffer_B in self.buckets(manifest)
         )
-        for bucket, buffer_B, is_same in list(buckets) if self.has_all_buckets else buckets:
-            self._require(is_same(), manifest, bucket)
+        for bucket, buffer_B, check in list(buckets) if self.has_all_buckets else buckets:
+            check()
             specs = manifest.in_bucket(bucket.index)
             for spec, whole in zip(specs, self.views(buffer_B, specs), strict=True):
                 yield spec.name, whole
@@ -258,41 +255,38 @@ class Receiver(ABC):
             )
         manifest.check()
 
-    def _check_bucket(self, manifest: WeightManifest, bucket: BucketSpec, buffer_B: Tensor) -> None:
-        self._require(self._start_check(manifest, bucket, buffer_B)(), manifest, bucket)
-
-    def _require(self, is_same: bool, manifest: WeightManifest, bucket: BucketSpec) -> None:
-        if not is_same:
-            raise WeightSyncError(
-                f"{_where(manifest, bucket)}: the bytes that arrived over {manifest.transport} at {manifest.location} "
-                "are not those that were published (checksum differs): the transfer was damaged, out of order or stale"
-            )
-
     def _start_check(
         self, manifest: WeightManifest, bucket: BucketSpec, buffer_B: Tensor
-    ) -> Callable[[], bool]:
-        """Whether these are the published bytes; the call that it returns waits for the answer."""
+    ) -> Callable[[], None]:
+        """The call that it returns waits for the answer, and raises unless these are the published bytes."""
+        where = f"version {manifest.version}, bucket {bucket.index} of {len(manifest.buckets)}"
         if buffer_B.numel() != bucket.num_bytes:
             raise WeightSyncError(
-                f"{_where(manifest, bucket)}: {buffer_B.numel()} bytes arrived, {bucket.num_bytes} were published"
+                f"{where}: {buffer_B.numel()} bytes arrived, {bucket.num_bytes} were published"
             )
         verify = self.settings.verify
         if verify is Verify.OFF:
-            return lambda: True
+            return lambda: None
         if verify is Verify.SAMPLED and bucket.sampled_checksum is not None:
-            sampled = start_sampled_checksum(buffer_B, int(manifest.version))
-            return lambda: sampled() == bucket.sampled_checksum
-        if bucket.checksum is None:
-            raise WeightSyncError(
-                f"{_where(manifest, bucket)} comes without the checksum that verify={verify} compares: "
-                "set the same on both sides"
+            found, published = (
+                start_sampled_checksum(buffer_B, int(manifest.version)),
+                bucket.sampled_checksum,
             )
-        whole = start_checksum(buffer_B)
-        return lambda: whole() == bucket.checksum
+        elif bucket.checksum is not None:
+            found, published = start_checksum(buffer_B), bucket.checksum
+        else:
+            raise WeightSyncError(
+                f"{where} comes without the checksum that verify={verify} compares: set the same on both sides"
+            )
 
+        def check() -> None:
+            if found() != published:
+                raise WeightSyncError(
+                    f"{where}: the bytes that arrived over {manifest.transport} at {manifest.location} are not those "
+                    "that were published (checksum differs): the transfer was damaged, out of order or stale"
+                )
 
-def _where(manifest: WeightManifest, bucket: BucketSpec) -> str:
-    return f"version {manifest.version}, bucket {bucket.index} of {len(manifest.buckets)}"
+        return check
 
 
 def seated(config: PartConfig, *, rank: int, num_receivers: int) -> TransportConfig:

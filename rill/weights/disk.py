@@ -165,35 +165,26 @@ class DiskReceiver(Receiver):
         while (base := chain[-1].base_version) is not None and base != self._held_version:
             text = self.fetch(manifest.location, f"{version_folder(base)}/manifest.json")
             chain.append(manifest_from_json(text, manifest))
-        held = self._held if chain[-1].base_version is not None else []
-        for step in reversed(chain[1:]):
-            whole = []
+        for step in reversed(chain):
+            keeps, whole = step.extra.get("delta") is True, []
             for bucket in step.buckets:
-                buffer_B = self._read(step, bucket, held)
-                self._check_bucket(step, bucket, buffer_B)
-                whole.append(buffer_B)
-            held = whole
-        keeps = manifest.base_version is not None or manifest.extra.get("delta") is True
-        whole = []
-        for bucket in manifest.buckets:
-            buffer_B = self._read(manifest, bucket, held)
-            if keeps:
-                whole.append(buffer_B)
-            yield bucket, buffer_B
-        self._held, self._held_version = whole, manifest.version if keeps else None
+                buffer_B = self.read(step, bucket)
+                if keeps:
+                    whole.append(buffer_B)
+                if step is manifest:
+                    yield bucket, buffer_B
+                else:
+                    self._start_check(step, bucket, buffer_B)()
+            self._held, self._held_version = whole, step.version if keeps else None
 
     def read(self, manifest: WeightManifest, bucket: BucketSpec) -> Tensor:
-        return self._read(manifest, bucket, self._held)
-
-    def _read(self, manifest: WeightManifest, bucket: BucketSpec, held: list[Tensor]) -> Tensor:
+        """Where it is a difference, to what is held."""
         data = self.fetch(manifest.location, f"{version_folder(manifest.version)}/{bucket.source}")
-        if manifest.base_version is not None:
-            if bucket.index >= len(held):
-                raise WeightSyncError(
-                    f"version {manifest.version}: bucket {bucket.index} differs from nothing"
-                )
-            return delta.decode(data, held[bucket.index])
-        return _unpack(data, manifest, bucket)
+        if manifest.base_version is None:
+            return _unpack(data, manifest, bucket)
+        if bucket.index >= len(self._held):
+            raise WeightSyncError(f"version {manifest.version}: bucket {bucket.index} differs from nothing")
+        return delta.decode(data, self._held[bucket.index])
 
 
 def _unpack(data: bytes | bytearray, manifest: WeightManifest, bucket: BucketSpec) -> Tensor:
