@@ -74,17 +74,11 @@ class PublishingWorker(Worker):
         began_s = time.monotonic()
         with self.device_lock():
             manifest = self._gather(version)
-        synced = self._bring_engines_to(manifest)
-        return synced and synced._replace(
-            metrics={**synced.metrics, "time/sync_s": time.monotonic() - began_s}
-        )
-
-    def _bring_engines_to(self, manifest: SealedManifest | None) -> Synced | None:
-        """Outside a turn on the devices: engines that share them need their own."""
         if manifest is None:
             return None
-        with self.timer("sync"):
-            return self._engines().bring_to(manifest)
+        with self.timer("sync"):  # outside the turn on the devices: engines that share them need their own
+            synced = self._engines().bring_to(manifest)
+        return synced._replace(metrics={**synced.metrics, "time/sync_s": time.monotonic() - began_s})
 
     @concurrent
     def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:

@@ -142,8 +142,7 @@ class WeightSync:
     def distribute(self, manifest: SealedManifest) -> SyncReport:
         """The second half of sync(), for a manifest that was published elsewhere; with no engine left, too."""
         started = time.perf_counter()
-        self._follow_targets()
-        names = self._idle_engines(manifest)
+        names = self._idle_engines(self._follow_targets(), manifest)
         pulls = self._targets.pull(names, manifest)
         if manifest.is_collective:
             self._serve(manifest)
@@ -178,8 +177,8 @@ class WeightSync:
         with self._lock:
             return dict(self._states)
 
-    def _follow_targets(self) -> None:
-        """Engines join and leave between two syncs."""
+    def _follow_targets(self) -> list[str]:
+        """Their names now: engines join and leave between two syncs."""
         names = list(self._targets.names)
         if len(set(names)) < len(names):
             raise WeightSyncError(f"two engines have one name: {sorted(names)}")
@@ -187,19 +186,18 @@ class WeightSync:
             joined = TargetState(failure="has not pulled yet")
             self._states = {name: self._states.get(name, joined) for name in names}
             self._late = {name: pulls for name, pulls in self._late.items() if name in self._states}
+        return names
 
-    def _idle_engines(self, manifest: SealedManifest) -> list[str]:
+    def _idle_engines(self, names: Sequence[str], manifest: SealedManifest) -> list[str]:
         """One pull at a time: an engine that still hangs in the last one cannot take part in this."""
-        if not self._late:
-            return list(self._targets.names)
         idle = []
-        for name in self._targets.names:
+        for name in names:
             late = self._late.get(name)
             if late is not None and name not in late.ended(0.0):
                 self._fail(name, f"still pulling an older version when {manifest.version} was published")
-                continue
-            self._late.pop(name, None)
-            idle.append(name)
+            else:
+                self._late.pop(name, None)
+                idle.append(name)
         return idle
 
     def _serve(self, manifest: SealedManifest) -> None:
