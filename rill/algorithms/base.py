@@ -15,9 +15,10 @@ The same batch therefore gives the same gradient however it is split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,3 +122,23 @@ class LossSum:
 def divisor(total_denominator: Tensor) -> Tensor:
     """What the summed gradient is divided by: the summed denominator, or 1 for a mode that is a plain sum."""
     return torch.where(total_denominator > 0, total_denominator, torch.ones_like(total_denominator))
+
+
+class LossPart:
+    """What a policy loss and a correction have in common."""
+
+    needs: frozenset[Need] = frozenset({Need.OLD_LOGPROBS})
+
+    uses_rollout_ratio: bool = False
+    """True where it holds π/μ: a loss and a correction that both do would count the mismatch twice."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]:
+        """Figures over the whole batch, for TokenBatch.statistics; none for most."""
+        return {}
+
+    def figures(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        """Those that the micro-batch was given, or its own where it was given none."""
+        return batch.statistics or self.statistics([batch], one_rank)

@@ -7,30 +7,16 @@ so that a loss may exponentiate without looking at the mask.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
-from rill.algorithms.base import Metric, Need, Reduce, TokenBatch, TokenLoss
+from rill.algorithms.base import LossPart, Metric, TokenBatch, TokenLoss
 
 
-class PolicyLoss(ABC):
-    needs: frozenset[Need] = frozenset({Need.OLD_LOGPROBS})
-
-    uses_rollout_ratio: bool = False
-    """True where the loss holds π/μ itself; a correction on top of it would count the mismatch twice."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
+class PolicyLoss(LossPart, ABC):
     @abstractmethod
     def __call__(self, batch: TokenBatch) -> TokenLoss:
         """The loss of each token and what is worth knowing about it."""
-
-    def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]:
-        """Figures over the whole batch that the loss reads from TokenBatch.statistics; none for most losses."""
-        return {}
 
 
 def ratio_metrics(log_ratio_N: Tensor, clipped_N: Tensor, mask_N: Tensor) -> dict[str, Metric]:

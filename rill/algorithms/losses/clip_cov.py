@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from rill.algorithms.base import Metric, Need, Reduce, TokenBatch, TokenLoss, one_rank
+from rill.algorithms.base import Metric, Need, Reduce, TokenBatch, TokenLoss
 from rill.algorithms.losses.base import PolicyLoss, ratio_metrics
 from rill.algorithms.losses.clip import clip_loss
 from rill.algorithms.losses.covariance import (
-    MEAN_ADVANTAGE,
-    MEAN_LOGPROB,
     NUM_TOKENS,
     mean_statistics,
-    own_statistics,
     token_covariance,
     token_lottery,
 )
@@ -61,13 +58,12 @@ class ClipCov(PolicyLoss):
 
     def held(self, batch: TokenBatch) -> Tensor:
         """Each candidate is drawn with probability share · N / (number of candidates)."""
-        names = (MEAN_LOGPROB, MEAN_ADVANTAGE, NUM_TOKENS, NUM_IN_BAND)
-        figures = own_statistics(batch, names) or self.statistics([batch], one_rank)
+        figures = self.figures(batch)
         wanted = self.config.share * figures[NUM_TOKENS]
         probability = wanted / figures[NUM_IN_BAND].clamp(min=1)
         return self.in_band(batch, figures) & (token_lottery(batch) < probability)
 
-    def in_band(self, batch: TokenBatch, figures: dict[str, Tensor]) -> Tensor:
+    def in_band(self, batch: TokenBatch, figures: Mapping[str, Tensor]) -> Tensor:
         cov_N = token_covariance(batch, figures)
         return (cov_N > self.config.band_low) & (cov_N < self.config.band_high) & (batch.mask_N > 0)
 

@@ -10,7 +10,7 @@ independent of the split; without them the micro-batch stands for the batch, as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,17 +39,12 @@ def mean_statistics(batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, 
     return {MEAN_LOGPROB: logprob / divide_by, MEAN_ADVANTAGE: advantage / divide_by, NUM_TOKENS: count}
 
 
-def token_covariance(batch: TokenBatch, statistics: dict[str, Tensor]) -> Tensor:
+def token_covariance(batch: TokenBatch, statistics: Mapping[str, Tensor]) -> Tensor:
     """cov_t as above in float32, so that equal tokens compare equal whatever the batch's precision."""
     cov_N = (batch.old_logprobs_N.double() - statistics[MEAN_LOGPROB]) * (
         batch.advantages_N.double() - statistics[MEAN_ADVANTAGE]
     )
     return cov_N.float().detach()
-
-
-def own_statistics(batch: TokenBatch, names: Sequence[str]) -> dict[str, Tensor] | None:
-    """The batch-wide figures a micro-batch was given, or None when it was given none."""
-    return {name: batch.statistics[name] for name in names} if names[0] in batch.statistics else None
 
 
 def largest_threshold(

@@ -9,15 +9,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rill.algorithms.base import Metric, Need, Reduce, TokenBatch, TokenLoss, one_rank
+from rill.algorithms.base import Metric, Need, Reduce, TokenBatch, TokenLoss
 from rill.algorithms.losses.base import PolicyLoss, ratio_metrics
 from rill.algorithms.losses.covariance import (
-    MEAN_ADVANTAGE,
-    MEAN_LOGPROB,
     NUM_TOKENS,
     largest_threshold,
     mean_statistics,
-    own_statistics,
     token_covariance,
 )
 from rill.algorithms.mismatch import log_ratio
@@ -49,8 +46,7 @@ class KLCov(PolicyLoss):
         return TokenLoss(loss_N=loss_N, metrics=metrics)
 
     def chosen(self, batch: TokenBatch) -> Tensor:
-        names = (MEAN_LOGPROB, MEAN_ADVANTAGE, NUM_TOKENS, THRESHOLD)
-        figures = own_statistics(batch, names) or self.statistics([batch], one_rank)
+        figures = self.figures(batch)
         return (token_covariance(batch, figures) >= figures[THRESHOLD]) & (batch.mask_N > 0)
 
     def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]:
