@@ -232,7 +232,8 @@ class PolicyTrainer(StepTrainer):
         statistics: dict[str, Tensor] = {}
         if Need.STATISTICS in self.algorithm.needs:
             batches = list(batches)
-            statistics = self._statistics([(batch, columns_of(batch)) for batch in batches])
+            if batches:  # all ranks have as many
+                statistics = self._statistics([(batch, columns_of(batch)) for batch in batches])
         # A pack is built while the device works on the one before it, and what the loss reads while it works on this.
         for batch in batches:
             with self._routed() as balance:

@@ -228,8 +228,11 @@ def test_nan_advantages_change_nothing_and_are_an_error_or_a_counted_skip() -> N
         assert torch.equal(a, b), name
 
 
-def test_an_empty_batch_is_a_training_error() -> None:
-    t = trainer()
+@pytest.mark.parametrize(
+    "algo", [{}, {"loss": "kl_cov"}, {"correction": {"type": "tis", "normalise": True}}], ids=str
+)
+def test_an_empty_batch_is_a_training_error(algo: dict[str, Any]) -> None:
+    t = PolicyTrainer(config(), algorithm(**algo))
     with pytest.raises(TrainingError, match="no token to train on"):
         t.update([])
     with pytest.raises(TrainingError, match="without begin"):
