@@ -153,7 +153,7 @@ class Algorithm:
     def keep(self, trajectories: Sequence[Trajectory], greedy: Sequence[Trajectory] = ()) -> Verdict:
         """Whether to train on a group, and why not. `greedy`: the samples of its prompt's greedy episode."""
         if any(t.error is not None for t in greedy) and not self.config.filters.train_failed:
-            return Verdict(keep=False, reason=DropReason.FAILED)
+            return Verdict(DropReason.FAILED)
         return group_verdict(trajectories, self.config.filters, min_samples=self.advantage.min_samples)
 
     def as_samples(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from rill.algorithms.advantages.group_statistics import within_groups
 from rill.algorithms.advantages.grpo import standardise
 from rill.algorithms.filters import DropReason, Verdict
 from rill.algorithms.mismatch import MAX_LOG_RATIO
@@ -101,28 +103,24 @@ def chunk_gae(
 def group_advantages(rewards_N: Sequence[float], group_ids_N: Sequence[str], eps: float = 1e-6) -> Floats:
     """GRPO's, over the episodes of one group id, in whatever order they stand."""
     rewards = np.asarray(rewards_N, np.float64)
-    advantages = np.zeros(len(rewards), np.float32)
-    ids = np.asarray(group_ids_N)
-    for group in dict.fromkeys(group_ids_N):
-        mine = ids == group
-        advantages[mine] = standardise(rewards[mine], eps)
-    return advantages
+    found = within_groups(rewards, np.asarray(group_ids_N), partial(standardise, epsilon=eps))
+    return found.astype(np.float32)
 
 
 def judge(config: EmbodiedAlgorithmConfig, successes: Sequence[bool]) -> Verdict:
     """Whether the episodes from one initial state are worth training on; failed ones are left out by the caller."""
     if not successes:
-        return Verdict(keep=False, reason=DropReason.FAILED)
+        return Verdict(DropReason.FAILED)
     if config.estimator is Estimator.GAE:
-        return Verdict(keep=True)
+        return Verdict()
     if len(successes) < 2:
-        return Verdict(keep=False, reason=DropReason.FAILED)
+        return Verdict(DropReason.FAILED)
     share = sum(successes) / len(successes)
     if share < config.min_success:
-        return Verdict(keep=False, reason=DropReason.TOO_HARD)
+        return Verdict(DropReason.TOO_HARD)
     if share > config.max_success:
-        return Verdict(keep=False, reason=DropReason.TOO_EASY)
-    return Verdict(keep=True)
+        return Verdict(DropReason.TOO_EASY)
+    return Verdict()
 
 
 class Loss(NamedTuple):

@@ -58,25 +58,19 @@ def fill_advantages(
     masks = [_trained(s.trajectory, filters, keeps) for s in scored]
     result = algorithm.batch_advantages(advantage_batch(scored, masks, filters), reduce)
     lengths = [s.num_tokens for s in scored]
-    advantages = iter(_cut(result.advantages_N, lengths))
-    returns = None if result.returns_N is None else iter(_cut(result.returns_N, lengths))
-    refused = iter([False] * len(scored) if result.left_out_S is None else result.left_out_S.tolist())
-    own_masks = iter(masks)
+    has_returns = result.returns_N is not None
+    returns = [None] * len(scored) if result.returns_N is None else _cut(result.returns_N, lengths)
+    refused = [False] * len(scored) if result.left_out_S is None else result.left_out_S.tolist()
+    columns = (masks, _cut(result.advantages_N, lengths), returns, refused)
+    found = iter(zip(*columns, strict=True))
     filled = []
     for sample, out in zip(samples, left_out, strict=True):
-        nothing = _zeros(sample.trajectory)
-        mask = np.zeros_like(sample.trajectory.loss_mask) if out else next(own_masks)
-        values = nothing if out else next(advantages)
-        if not out and next(refused):
-            mask = np.zeros_like(mask)
-        filled.append(
-            replace(
-                sample,
-                trajectory=replace(sample.trajectory, loss_mask=mask),
-                advantages=values,
-                returns=None if returns is None else (nothing if out else next(returns)),
-            )
+        t, nothing = sample.trajectory, _zeros(sample.trajectory)
+        mask, values, gains, is_refused = (
+            (t.loss_mask, nothing, nothing if has_returns else None, True) if out else next(found)
         )
+        t = replace(t, loss_mask=np.zeros_like(mask) if is_refused else mask)
+        filled.append(replace(sample, trajectory=t, advantages=values, returns=gains))
     return filled, reduced_metrics(result.metrics, reduce)
 
 

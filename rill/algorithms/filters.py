@@ -28,11 +28,14 @@ class DropReason(StrEnum):
     TOO_EASY = "too_easy"  # mean reward above the band
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    keep: bool
     reason: DropReason | None = None
-    """Why not, when not."""
+    """Why the group is not kept; None: it is."""
+
+    @property
+    def keep(self) -> bool:
+        return self.reason is None
 
 
 class OverlongConfig(Config):
@@ -98,21 +101,21 @@ def group_verdict(
 ) -> Verdict:
     """Keep a group or say why not. A group of one is never dropped for equal rewards."""
     if not trajectories:
-        return Verdict(keep=False, reason=DropReason.EMPTY)
+        return Verdict(DropReason.EMPTY)
     rewards = group_rewards(trajectories, config)
     has_failed = any(t.error is not None for t in trajectories) and not config.train_failed
     if has_failed and rewards.size < max(1, min_samples):
-        return Verdict(keep=False, reason=DropReason.FAILED)
+        return Verdict(DropReason.FAILED)
     if not np.isfinite(rewards).all():
-        return Verdict(keep=False, reason=DropReason.NOT_FINITE)
+        return Verdict(DropReason.NOT_FINITE)
     if config.drop_equal_rewards and rewards.size > 1 and np.ptp(rewards) <= config.equal_tolerance:
-        return Verdict(keep=False, reason=DropReason.EQUAL_REWARDS)
+        return Verdict(DropReason.EQUAL_REWARDS)
     mean = float(rewards.mean())
     if config.min_mean_reward is not None and mean < config.min_mean_reward:
-        return Verdict(keep=False, reason=DropReason.TOO_HARD)
+        return Verdict(DropReason.TOO_HARD)
     if config.max_mean_reward is not None and mean > config.max_mean_reward:
-        return Verdict(keep=False, reason=DropReason.TOO_EASY)
-    return Verdict(keep=True)
+        return Verdict(DropReason.TOO_EASY)
+    return Verdict()
 
 
 def overlong_penalty(num_tokens: int, config: OverlongConfig) -> float:

@@ -371,6 +371,10 @@ def test_interleaved_or_unknown_sequences_are_refused():
 
     with pytest.raises(InvalidSampleError, match="one after another"):
         algorithm("gae").batch_advantages(batch([0, 1, 0, 1]))
+    with pytest.raises(
+        InvalidSampleError, match="by their numbers"
+    ):  # places in a turn or a group go by them
+        algorithm("gae").batch_advantages(batch([1, 1, 0, 0]))
     with pytest.raises(InvalidSampleError, match=r"\[0, 2\), got 0 to 2"):
         algorithm("gae").batch_advantages(batch([0, 0, 1, 2]))
 

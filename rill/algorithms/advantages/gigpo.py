@@ -8,6 +8,7 @@ F is the deviation, or 1 where `scale` is off, of both parts. An observation tha
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,11 @@ from torch import Tensor
 
 from rill.algorithms.advantages.base import AdvantageBatch, Advantages, Scope, TokenAdvantage
 from rill.algorithms.advantages.dr_grpo import centre
-from rill.algorithms.advantages.group_statistics import group_standardised, minus_group_mean
+from rill.algorithms.advantages.group_statistics import (
+    group_standardised,
+    minus_group_mean,
+    within_groups,
+)
 from rill.algorithms.advantages.grpo import standardise
 from rill.algorithms.base import Reduce
 from rill.algorithms.checks import required
@@ -52,13 +57,8 @@ class GiGPO(TokenAdvantage):
         returns_T = turns.returns(config.gamma).cpu().numpy()
         anchor_T = required(batch, "anchor_N")[turns.first_token()].cpu().numpy()
         group_T = required(batch, "group_S")[turns.seq_T].cpu().numpy()
-        step_T = np.zeros_like(returns_T)
-        _, number_T, count = np.unique(
-            np.stack([group_T, anchor_T], axis=1), axis=0, return_inverse=True, return_counts=True
-        )
-        for number in np.flatnonzero(count > 1):
-            members = number_T.ravel() == number
-            values = returns_T[members]
-            step_T[members] = standardise(values, config.epsilon) if config.scale else centre(values)
+        change = partial(standardise, epsilon=config.epsilon) if config.scale else centre
+        keys = np.stack([group_T, anchor_T], axis=1)
+        step_T = within_groups(returns_T, keys, change, alone=np.zeros_like(returns_T))
         both_T = whole_S.double()[turns.seq_T] + config.weight * torch.from_numpy(step_T).to(turns.rewards_T)
         return Advantages(advantages_N=turns.spread(both_T, rewards_N))

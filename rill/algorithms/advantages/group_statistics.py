@@ -5,13 +5,34 @@ S sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rill.algorithms.advantages.base import AdvantageBatch
+from rill.algorithms.advantages.base import AdvantageBatch, Scores
 from rill.algorithms.checks import required
 from rill.algorithms.segments import seq_sum
+
+
+def within_groups(
+    values: Scores,
+    keys: npt.NDArray[Any],
+    change: Callable[[Scores], Scores],
+    *,
+    alone: Scores | None = None,
+) -> Scores:
+    """`change` of the values of each group; a group is what has one key (a row of `keys`, where it is a matrix). With
+    `alone`, a group of one has its value from there."""
+    found = np.zeros_like(values) if alone is None else alone.copy()
+    _, number, count = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
+    for group in np.flatnonzero(count > (alone is not None)):
+        members = number.ravel() == group
+        found[members] = change(values[members])
+    return found
 
 
 def episode_weights(batch: AdvantageBatch) -> Tensor:
@@ -38,9 +59,12 @@ def of_first_sequence(batch: AdvantageBatch, values_S: Tensor) -> Tensor:
 
 def over_episode(batch: AdvantageBatch, values_S: Tensor) -> Tensor:
     """The sum over its episode's sequences, for each sequence."""
-    if batch.episode_S is None:
-        return values_S
-    return _sum_of_groups(values_S, torch.unique(batch.episode_S, return_inverse=True)[1])
+    return values_S if batch.episode_S is None else sum_over(batch.episode_S, values_S)
+
+
+def sum_over(key_S: Tensor, values_S: Tensor) -> Tensor:
+    """The sum over the sequences that share its key, for each sequence."""
+    return _sum_of_groups(values_S, torch.unique(key_S, return_inverse=True)[1])
 
 
 def minus_others_mean(batch: AdvantageBatch, values_S: Tensor) -> Tensor:

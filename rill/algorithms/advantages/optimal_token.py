@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rill.algorithms.advantages.base import AdvantageBatch, Advantages, Scope, TokenAdvantage
+from rill.algorithms.advantages.group_statistics import sum_over
 from rill.algorithms.base import Need, Reduce
 from rill.algorithms.checks import required
 from rill.algorithms.segments import discounted_tail, seq_sum
@@ -48,10 +49,8 @@ class OptimalToken(TokenAdvantage):
         baseline_C = seq_sum(weights_M * returns_M, cell_M, count) / (
             seq_sum(weights_M, cell_M, count) + _EPSILON
         )
-        is_alone_S = torch.tensor(
-            [int((group_S == g).sum()) == 1 for g in group_S.tolist()], dtype=torch.bool
-        )
-        baseline_M = torch.where(is_alone_S.to(seq_M.device)[seq_M], 0.0, baseline_C[cell_M])
+        is_alone_S = sum_over(group_S, torch.ones_like(group_S)) == 1
+        baseline_M = torch.where(is_alone_S[seq_M], 0.0, baseline_C[cell_M])
         found_M = (returns_M - baseline_M).to(rewards_N)
         return Advantages(advantages_N=torch.zeros_like(rewards_N).index_put((index_M,), found_M))
 

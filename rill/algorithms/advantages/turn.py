@@ -9,15 +9,16 @@ N token, T turn.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from rill.algorithms.advantages.base import AdvantageBatch, Advantages, Scope, Scores, TokenAdvantage
+from rill.algorithms.advantages.base import AdvantageBatch, Advantages, Scope, TokenAdvantage
+from rill.algorithms.advantages.group_statistics import within_groups
 from rill.algorithms.advantages.grpo import standardise
 from rill.algorithms.base import Reduce
 from rill.algorithms.checks import required
@@ -44,30 +45,15 @@ class Turn(TokenAdvantage):
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         turns = turns_of(batch, rewards_N)
         group_T = required(batch, "group_S")[turns.seq_T].cpu().numpy()
+        scaled = partial(standardise, epsilon=self.config.epsilon)
         if self.config.form == "return":
             returns_T = turns.returns(self.config.gamma).cpu().numpy()
-            advantages_T = self._by_turn(returns_T, group_T, turns.seq_T.cpu().numpy())
+            seq_T = turns.seq_T.cpu().numpy()
+            place_T = np.arange(len(seq_T)) - np.searchsorted(seq_T, seq_T)
+            of_all_T = within_groups(returns_T, group_T, scaled)
+            keys = np.stack([group_T, place_T], axis=1)
+            found_T = torch.from_numpy(within_groups(returns_T, keys, scaled, alone=of_all_T))
         else:
-            scaled_T = torch.from_numpy(self._over_groups(turns.rewards_T.cpu().numpy(), group_T))
-            advantages_T = discounted_tail(scaled_T, turns.seq_T.cpu(), 1.0).numpy()
-        found_T = torch.from_numpy(advantages_T).to(rewards_N.device)
-        return Advantages(advantages_N=turns.spread(found_T, rewards_N))
-
-    def _over_groups(self, values_T: Scores, group_T: npt.NDArray[np.int64]) -> Scores:
-        found_T = np.zeros_like(values_T)
-        for group in np.unique(group_T):
-            members = group_T == group
-            found_T[members] = standardise(values_T[members], self.config.epsilon)
-        return found_T
-
-    def _by_turn(
-        self, values_T: Scores, group_T: npt.NDArray[np.int64], seq_T: npt.NDArray[np.int64]
-    ) -> Scores:
-        found_T = self._over_groups(values_T, group_T)
-        first_T = np.searchsorted(seq_T, seq_T)  # turns of one sequence lie one after another
-        keys = np.stack([group_T, np.arange(len(seq_T)) - first_T], axis=1)
-        _, number_T, count = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
-        for number in np.flatnonzero(count > 1):
-            members = number_T.ravel() == number
-            found_T[members] = standardise(values_T[members], self.config.epsilon)
-        return found_T
+            scaled_T = within_groups(turns.rewards_T.cpu().numpy(), group_T, scaled)
+            found_T = discounted_tail(torch.from_numpy(scaled_T), turns.seq_T.cpu(), 1.0)
+        return Advantages(advantages_N=turns.spread(found_T.to(rewards_N.device), rewards_N))
