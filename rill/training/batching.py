@@ -24,6 +24,7 @@ from rill.training.packing import (
     build_pack,
     plan_micro_batches,
     plan_sharing_micro_batches,
+    plan_units,
 )
 from rill.training.parallel import World
 from rill.types import Floats, TokenIds, Trajectory
@@ -81,8 +82,7 @@ class Batcher:
         if units is None:
             return plan_micro_batches([s.num_tokens for s in sequences], budget, at_least=at_least)
         costs = [sum(sequences[i].num_tokens for i in unit) for unit in units]
-        planned = plan_micro_batches(costs, budget, at_least=at_least)
-        return [[i for u in bin_ for i in units[u]] for bin_ in planned]
+        return plan_units(units, costs, budget, at_least=at_least)
 
     def pack(self, sequences: Sequence[PackSequence]) -> Pack:
         return build_pack(

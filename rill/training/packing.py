@@ -150,27 +150,25 @@ def plan_sharing_micro_batches(
     sequences: Sequence[PackSequence], budget: int, *, at_least: int = 1
 ) -> list[list[int]]:
     """plan_micro_batches, keeping sequences that share a prefix together while they fit the budget."""
-    families: dict[str, list[int]] = {}
-    for index, sequence in enumerate(sequences):
-        families.setdefault(
-            sequence.share_key if sequence.share_key is not None else f"\0{index}", []
-        ).append(index)
     units: list[list[int]] = []
     costs: list[int] = []
-    for members in families.values():
+    for members in _families(sequences):
         prefix = _shared_prefix([sequences[i] for i in members])
-        unit: list[int] = []
-        cost = 0
         for index in members:
-            extra = sequences[index].num_tokens - (prefix if unit else 0)
-            if unit and cost + extra > budget:
-                units.append(unit)
-                costs.append(cost)
-                unit, cost, extra = [], 0, sequences[index].num_tokens
-            unit.append(index)
-            cost += extra
-        units.append(unit)
-        costs.append(cost)
+            num_tokens = sequences[index].num_tokens
+            if index == members[0] or costs[-1] + num_tokens - prefix > budget:
+                units.append([index])
+                costs.append(num_tokens)
+            else:
+                units[-1].append(index)
+                costs[-1] += num_tokens - prefix
+    return plan_units(units, costs, budget, at_least=at_least)
+
+
+def plan_units(
+    units: Sequence[Sequence[int]], costs: Sequence[int], budget: int, *, at_least: int = 1
+) -> list[list[int]]:
+    """plan_micro_batches for indices that stay together."""
     planned = plan_micro_batches(costs, budget, at_least=at_least)
     return [sorted(i for u in bin_ for i in units[u]) for bin_ in planned]
 
@@ -188,145 +186,122 @@ def build_pack(
 
     `pad_to_multiple` lengthens the row by tokens nobody reads: matrix units like whole tiles.
     """
-    row = _Row()
-    by_key: dict[str, list[int]] = {}
-    for index, sequence in enumerate(sequences):
-        if share_prefixes and sequence.share_key is not None:
-            by_key.setdefault(sequence.share_key, []).append(index)
-    prefix_of: dict[int, tuple[int, int]] = {}
-    families = {m[0]: m for m in by_key.values() if len(m) > 1}
-    for index, sequence in enumerate(sequences):
-        if index in families:
-            members = families[index]
-            length = _shared_prefix([sequences[i] for i in members])
-            if length:
-                start = row.add(sequence, 0, length, None)
-                prefix_of.update({i: (start, start + length) for i in members})
-        row.add_sequence(sequence, prefix_of.get(index))
-    num_tokens = sum(s.num_tokens for s in sequences)
-    return row.finish(len(sequences), device, use_flash, context, num_tokens, pad_to_multiple)
-
-
-class _Row:
-    """Collects the pieces of a pack."""
-
-    def __init__(self) -> None:
-        self.tokens: list[TokenIds] = []
-        self.positions: list[Indices] = []
-        self.segments: list[Segment] = []
-        self.source: list[Indices] = []
-        self.target: list[TokenIds] = []
-        self.last: list[int] = []
-        self.seq: list[Indices] = []
-        self.experts: list[npt.NDArray[np.int16] | None] = []
-        self.spans: list[PictureSpan] = []
-        self.pieces: list[tuple[PackSequence, int, int]] = []
-        self.length = 0
-        self.num_added = 0
-
-    def add(self, sequence: PackSequence, first: int, end: int, prefix: tuple[int, int] | None) -> int:
-        """Its tokens [first, end); where they begin in the row."""
-        start, experts = self.length, sequence.routed_experts
-        self.experts.append(None if experts is None else experts[first:end])
-        self.length += end - first
-        self.tokens.append(sequence.token_ids[first:end])
-        self.positions.append(np.arange(first, end))
-        self.pieces.append((sequence, first, end))
-        self.spans += [
-            PictureSpan(p, start + p.start - first, 0, p.num_tokens)
-            for p in sequence.pictures
-            if first <= p.start < end
-        ]
-        prefix_start, prefix_end = prefix or (0, 0)
-        self.segments.append(
-            Segment(start=start, end=self.length, prefix_start=prefix_start, prefix_end=prefix_end)
-        )
-        return start
-
-    def add_sequence(self, sequence: PackSequence, prefix: tuple[int, int] | None) -> None:
-        shared = prefix[1] - prefix[0] if prefix else 0
-        start = self.add(sequence, shared, sequence.num_tokens, prefix)
-        wanted = np.flatnonzero(sequence.wanted)
-        own = wanted - shared + start
-        # The first own token is predicted by the last token of the shared prefix, wherever that lies.
-        source = np.where(wanted == shared, prefix[1] - 1 if prefix else -1, own - 1)
-        self.source.append(source)
-        self.last.append(self.length - 1)
-        self.target.append(sequence.token_ids[wanted])
-        self.seq.append(np.full(len(wanted), self.num_added))
-        self.num_added += 1
-
-    def finish(
-        self,
-        num_seqs: int,
-        device: torch.device,
-        use_flash: bool,
-        context: tuple[int, int, object] | None,
-        num_sequence_tokens: int,
-        pad_to_multiple: int,
-    ) -> Pack:
-        tokens, positions = np.concatenate(self.tokens), np.concatenate(self.positions)
-        source, target = np.concatenate(self.source), np.concatenate(self.target)
-        seq = np.concatenate(self.seq)
-        segments, num_row_tokens = self.segments, self.length
-        context_slice = group = None
-        rank, size, group = context if context is not None else (0, 1, None)
-        if self.spans and context is not None:
+    pieces, owned = _lay_out(sequences, share_prefixes=share_prefixes)
+    num_row_tokens = pieces[-1].stop
+    rank, size, group = context or (0, 1, None)
+    missing = -num_row_tokens % (size * pad_to_multiple)
+    if missing:
+        nothing = np.zeros(missing, np.int32)
+        padding = PackSequence(token_ids=nothing, wanted=nothing.astype(np.bool_))
+        pieces.append(_Piece(padding, 0, missing, num_row_tokens))
+    tokens = np.concatenate([p.sequence.token_ids[p.first : p.end] for p in pieces])
+    positions = np.concatenate([np.arange(p.first, p.end) for p in pieces])
+    segments = [piece.segment for piece in pieces]
+    wanted = [np.flatnonzero(sequence.wanted) for sequence in sequences]
+    source = np.concatenate([piece.predictors(w) for piece, w in zip(owned, wanted, strict=True)])
+    target = np.concatenate([s.token_ids[w] for s, w in zip(sequences, wanted, strict=True)])
+    seq = np.repeat(np.arange(len(sequences)), [len(w) for w in wanted])
+    last = np.array([piece.stop - 1 for piece in owned])
+    experts, pictures = _experts(pieces), _pictures(pieces)
+    lo, hi, context_slice = 0, len(tokens), None
+    if context is not None:
+        if pictures is not None:
             raise InvalidSampleError(
                 "samples with pictures cannot be cut over ranks: set context_parallel = 1"
             )
-        tokens, positions, segments = _pad_row(tokens, positions, segments, size * pad_to_multiple)
-        if context is not None:
-            width = len(tokens) // size
-            lo, hi = rank * width, (rank + 1) * width
-            mine = np.flatnonzero((source >= lo) & (source < hi))
-            context_slice = (int(mine[0]), int(mine[-1]) + 1) if len(mine) else (0, 0)
-            source, target = source[mine] - lo, target[mine]
-            tokens, positions = tokens[lo:hi], positions[lo:hi]
-            segments = _cut_segments(segments, lo, hi)
-        lo, hi = (rank * len(tokens), (rank + 1) * len(tokens)) if context is not None else (0, len(tokens))
-        experts = _joined_experts(self.experts, self.tokens, hi)
-
-        ids_M, positions_M, source_K, target_K, last_S, seq_K = _copied(
-            (tokens, positions, source, target, np.array(self.last), seq), device
-        )
-        return Pack(
-            input_ids_1M=ids_M[None],
-            position_ids_1M=positions_M[None],
-            layout=build_layout(segments, device=device, use_flash=use_flash, context_group=group),
-            source_K=source_K,
-            target_K=target_K,
-            last_S=last_S,
-            seq_K=seq_K,
-            num_seqs=num_seqs,
-            num_row_tokens=num_row_tokens,
-            num_sequence_tokens=num_sequence_tokens,
-            context_slice=context_slice,
-            routed_experts_MLK=None if experts is None else copy_in(experts[lo:hi], device),
-            pictures=self._pictures(positions) if self.spans else None,
-        )
-
-    def _pictures(self, positions: Indices) -> PictureRows:
-        """Padding stands where `positions` say."""
-        positions_3M = np.broadcast_to(positions, (3, len(positions))).copy()
-        parts = [rope_positions(s.num_tokens, s.pictures)[0][:, first:end] for s, first, end in self.pieces]
-        positions_3M[:, : self.length] = np.concatenate(parts, axis=1)
-        return PictureRows(self.spans, positions_3M)
+        lo, hi = rank * len(tokens) // size, (rank + 1) * len(tokens) // size
+        mine = np.flatnonzero((source >= lo) & (source < hi))
+        context_slice = (int(mine[0]), int(mine[-1]) + 1) if len(mine) else (0, 0)
+        source, target = source[mine] - lo, target[mine]
+        segments = _cut_segments(segments, lo, hi)
+    columns = (tokens[lo:hi], positions[lo:hi], source, target, last, seq)
+    ids_M, positions_M, source_K, target_K, last_S, seq_K = _copied(columns, device)
+    return Pack(
+        input_ids_1M=ids_M[None],
+        position_ids_1M=positions_M[None],
+        layout=build_layout(segments, device=device, use_flash=use_flash, context_group=group),
+        source_K=source_K,
+        target_K=target_K,
+        last_S=last_S,
+        seq_K=seq_K,
+        num_seqs=len(sequences),
+        num_row_tokens=num_row_tokens,
+        num_sequence_tokens=sum(s.num_tokens for s in sequences),
+        context_slice=context_slice,
+        routed_experts_MLK=None if experts is None else copy_in(experts[lo:hi], device),
+        pictures=pictures,
+    )
 
 
-def _joined_experts(
-    parts: Sequence[npt.NDArray[np.int16] | None], tokens: Sequence[TokenIds], length: int
-) -> npt.NDArray[np.int16] | None:
-    """[length, L, K] along the row, -1 where nothing was recorded; None where nothing was at all."""
-    shape = next((part.shape[1:] for part in parts if part is not None), None)
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens [first, end) of a sequence, from `start` on in the row; those before `first` lie in the `prefix`."""
+
+    sequence: PackSequence
+    first: int
+    end: int
+    start: int
+    prefix: _Piece | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.end - self.first
+
+    @property
+    def segment(self) -> Segment:
+        prefix = (self.prefix.start, self.prefix.stop) if self.prefix else (0, 0)
+        return Segment(start=self.start, end=self.stop, prefix_start=prefix[0], prefix_end=prefix[1])
+
+    def predictors(self, wanted: Indices) -> Indices:
+        """Where in the row the tokens lie that predict the wanted ones of the sequence."""
+        before = wanted - self.first + self.start - 1
+        # The first own token is predicted by the last token of the shared prefix, wherever that lies.
+        return before if self.prefix is None else np.where(wanted == self.first, self.prefix.stop - 1, before)
+
+
+def _lay_out(sequences: Sequence[PackSequence], *, share_prefixes: bool) -> tuple[list[_Piece], list[_Piece]]:
+    """(the pieces of the row, each sequence's own): a shared prefix lies before the first sequence that has it."""
+    families = {m[0]: m for m in _families(sequences)} if share_prefixes else {}
+    pieces: list[_Piece] = []
+    owned: list[_Piece] = []
+    prefix_of: dict[int, _Piece] = {}
+    for index, sequence in enumerate(sequences):
+        members = families.get(index, [])
+        if length := _shared_prefix([sequences[i] for i in members]):
+            pieces.append(_Piece(sequence, 0, length, pieces[-1].stop if pieces else 0))
+            prefix_of |= dict.fromkeys(members, pieces[-1])
+        prefix, start = prefix_of.get(index), pieces[-1].stop if pieces else 0
+        owned.append(_Piece(sequence, prefix.end if prefix else 0, sequence.num_tokens, start, prefix))
+        pieces.append(owned[-1])
+    return pieces, owned
+
+
+def _pictures(pieces: Sequence[_Piece]) -> PictureRows | None:
+    """What the row's placeholders stand for, and where all tokens stand."""
+    spans = [
+        PictureSpan(picture, p.start + picture.start - p.first, 0, picture.num_tokens)
+        for p in pieces
+        for picture in p.sequence.pictures
+        if p.first <= picture.start < p.end
+    ]
+    if not spans:
+        return None
+    parts = [
+        rope_positions(p.sequence.num_tokens, p.sequence.pictures)[0][:, p.first : p.end] for p in pieces
+    ]
+    return PictureRows(spans, np.concatenate(parts, axis=1))
+
+
+def _experts(pieces: Sequence[_Piece]) -> npt.NDArray[np.int16] | None:
+    """[M, L, K] along the row, -1 where nothing was recorded; None where nothing was at all."""
+    recorded = [(p, p.sequence.routed_experts) for p in pieces]
+    shape = next((experts.shape[1:] for _, experts in recorded if experts is not None), None)
     if shape is None:
         return None
-    whole = np.full((max(length, sum(len(t) for t in tokens)), *shape), -1, dtype=np.int16)
-    start = 0
-    for part, its_tokens in zip(parts, tokens, strict=True):
-        if part is not None:
-            whole[start : start + len(part)] = part
-        start += len(its_tokens)
+    whole = np.full((pieces[-1].stop, *shape), -1, dtype=np.int16)
+    for piece, experts in recorded:
+        if experts is not None:
+            whole[piece.start : piece.stop] = experts[piece.first : piece.end]
     return whole
 
 
@@ -334,21 +309,6 @@ def _copied(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[T
     """Each as int64 on the device, brought there in one piece: a copy costs the host more than its bytes."""
     flat = copy_in(np.concatenate(arrays).astype(np.int64), device)
     return torch.split(flat, [len(array) for array in arrays])
-
-
-def _pad_row(
-    tokens: TokenIds, positions: Indices, segments: list[Segment], multiple: int
-) -> tuple[TokenIds, Indices, list[Segment]]:
-    """A row whose length divides by `multiple`; the padding is a segment of its own."""
-    missing = -len(tokens) % multiple
-    if not missing:
-        return tokens, positions, segments
-    end = len(tokens)
-    return (
-        np.concatenate([tokens, np.zeros(missing, dtype=tokens.dtype)]),
-        np.concatenate([positions, np.arange(missing)]),
-        [*segments, Segment(start=end, end=end + missing)],
-    )
 
 
 def _cut_segments(segments: list[Segment], lo: int, hi: int) -> list[Segment]:
@@ -360,6 +320,15 @@ def _cut_segments(segments: list[Segment], lo: int, hi: int) -> list[Segment]:
             assert s.prefix_length == 0, "prefix sharing and context parallelism exclude each other"
             parts.append(Segment(start=start, end=end, prefix_start=s.start, prefix_end=start))
     return parts
+
+
+def _families(sequences: Sequence[PackSequence]) -> list[list[int]]:
+    """The indices of those that may share a prefix; one without a key is by itself."""
+    found: dict[object, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        key = index if sequence.share_key is None else sequence.share_key
+        found.setdefault(key, []).append(index)
+    return list(found.values())
 
 
 def _shared_prefix(members: Sequence[PackSequence]) -> int:
