@@ -7,28 +7,20 @@ Which parameters have codes depends on their global shape alone, so ranks of any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rill.training.blockwise import decode, encode, num_blocks
-from rill.training.slots import OptimizerConfig, Slot, adam_defaults, parameter_groups
+from rill.training.slots import Slot, SlotAdamW
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """State key, and whether its values have a sign."""
 SCALE_SUFFIX = "_scale"
 
 
-class EightBitAdamW(torch.optim.Optimizer):
-    """A slot without a gradient is left alone."""
-
-    def __init__(self, slots: Sequence[Slot], config: OptimizerConfig) -> None:
-        self._slots = {id(s.master): s for s in slots}
-        self.gradient_scale = 1.0
-        super().__init__(parameter_groups(slots, config.weight_decay), adam_defaults(config))
-
+class EightBitAdamW(SlotAdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:

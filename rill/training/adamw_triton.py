@@ -23,7 +23,7 @@ from rill.training.adamw8bit import MOMENTS, SCALE_SUFFIX, is_coded, new_state
 from rill.training.blockwise import BLOCK as CODE_BLOCK
 from rill.training.blockwise import SIGNED_TOP, UNSIGNED_TOP
 from rill.training.parallel import local
-from rill.training.slots import OptimizerConfig, Slot, adam_defaults, parameter_groups
+from rill.training.slots import OptimizerConfig, Slot, SlotAdamW
 
 _BLOCK = 2048
 _CHUNK = 32 * _BLOCK
@@ -276,17 +276,15 @@ class _Update:
         return (*(t.data_ptr() for t in tensors), copy.numel(), *scales)
 
 
-class CopyingAdamW(torch.optim.Optimizer):
-    """AdamW on slots with copies; a slot without a gradient is left alone."""
+class CopyingAdamW(SlotAdamW):
+    """AdamW on slots with copies."""
 
     def __init__(self, slots: Sequence[Slot], config: OptimizerConfig) -> None:
-        self._slots = {id(s.master): s for s in slots}
+        super().__init__(slots, config)
         self._has_codes = config.type == "adamw8bit"
         self._chunks: dict[tuple[int, ...], Tensor] = {}
         self._updates: list[_Update] = []
         self._launches: list[tuple[_Kind, tuple[Tensor, ...]]] = []
-        self.gradient_scale = 1.0
-        super().__init__(parameter_groups(slots, config.weight_decay), adam_defaults(config))
 
     @torch.no_grad()
     def prepare(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,19 +21,10 @@ from torch.distributed.tensor import DTensor
 from rill.training.adamw8bit import MOMENTS, EightBitAdamW, decoded, is_coded, write
 from rill.training.muon import Muon
 from rill.training.offload import pinned_like
-from rill.training.slots import OptimizerConfig, Slot, adam_defaults, parameter_groups
+from rill.training.slots import OptimizerConfig, Slot, SlotAdamW, adam_defaults, parameter_groups
 
-
-@runtime_checkable
-class _ScalesItself(Protocol):
-    gradient_scale: float
-
-
-@runtime_checkable
-class _Prepares(Protocol):
-    def prepare(self) -> None: ...
-
-    def gradient_norm(self) -> Tensor: ...
+if TYPE_CHECKING:
+    from rill.training.adamw_triton import CopyingAdamW
 
 
 class Optimizer:
@@ -48,26 +39,30 @@ class Optimizer:
         if matrices:
             self._parts.append(Muon(matrices, config))
         others = [s for s in self.slots if config.type != "muon" or not s.is_matrix]
-        self.takes_copies = _can_copy(config, self.slots)
-        """True: step() reads gradients in the precision they came in and writes the module's copies itself."""
-        if self.takes_copies:
+        self._copying: CopyingAdamW | None = None
+        """Then it is the only part."""
+        if _can_copy(config, self.slots):
             from rill.training.adamw_triton import CopyingAdamW
 
-            self._parts.append(CopyingAdamW(others, config))
+            self._copying = CopyingAdamW(others, config)
+            self._parts.append(self._copying)
         elif others:
             self._parts.append(_elementwise(config, others))
+
+    @property
+    def takes_copies(self) -> bool:
+        """step() reads gradients in the precision they came in and writes the module's copies itself."""
+        return self._copying is not None
 
     def prepare(self) -> None:
         """Do what can be done of the next step() before its rate and scale are known. May be left out; gradients do
         not change between the two."""
-        for part in self._parts:
-            if isinstance(part, _Prepares):
-                part.prepare()
+        if self._copying is not None:
+            self._copying.prepare()
 
     def gradient_norm(self) -> Tensor | None:
         """L2 norm of the gradients that prepare() found, this rank's parts; None where it has no way of its own."""
-        (part, *others) = self._parts
-        return part.gradient_norm() if isinstance(part, _Prepares) and not others else None
+        return None if self._copying is None else self._copying.gradient_norm()
 
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """One step with every gradient multiplied by `gradient_scale`."""
@@ -118,7 +113,7 @@ class Optimizer:
     @staticmethod
     def _scale(part: torch.optim.Optimizer, scale: float) -> None:
         """The fused kernel divides by a tensor on its way (torch's protocol for gradient scalers); others first."""
-        if isinstance(part, _ScalesItself):
+        if isinstance(part, SlotAdamW):
             part.gradient_scale = scale  # and no list of gradients, for which the device would wait
             return
         masters = [m for group in part.param_groups for m in group["params"] if m.grad is not None]
