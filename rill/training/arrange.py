@@ -1,21 +1,61 @@
-"""Which matrix products a module's layers compute with. Callers: TrainEngine and FrozenModel, which must agree."""
+"""How a module's layers are cut, multiplied, recomputed, compiled and sharded. Callers: TrainEngine and FrozenModel,
+whose numbers must agree."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import nn
 
 from rill.errors import ConfigError
 from rill.models.ops.int4 import check_groups, rounded_int4
+from rill.models.train.attention_packed import compile_decoder
 from rill.models.train.fp8_products import replace_products_fp8
 from rill.models.train.fused_mlp import fuse_mlps, has_fused_mlp
 from rill.models.train.joined_products import join_products
 from rill.models.train.products import GradientSums, replace_products
 from rill.training.module import PackedModule
-from rill.training.parallel import World
+from rill.training.parallel import World, apply_tensor_parallel, shard_model
+from rill.training.recompute import recompute_layer
 
 
-def arrange_products(
+def arrange(
+    module: PackedModule,
+    world: World,
+    *,
+    dtype: torch.dtype,
+    compiled: bool,
+    quantization_aware: bool,
+    fp8: bool,
+    shards: bool,
+    reshard: bool = True,
+    checkpointing: Literal["none", "selective", "full"] = "none",
+    sums: GradientSums | None = None,
+) -> None:
+    """In the order in which these compose. `sums`: where float32 weight gradients are added up."""
+    if world.tensor_size > 1:
+        apply_tensor_parallel(module.lm, world)
+    _arrange_products(
+        module,
+        world,
+        dtype=dtype,
+        is_compiled=compiled,
+        quantization_aware=quantization_aware,
+        fp8=fp8,
+        sums=sums,
+    )
+    layers = list(module.layers)
+    if checkpointing != "none":
+        for layer in layers:
+            recompute_layer(layer, checkpointing)
+    if compiled:
+        compile_decoder(module.lm)
+    if shards:
+        shard_model(module, layers, world, compute_dtype=dtype, reshard=reshard)
+
+
+def _arrange_products(
     module: PackedModule,
     world: World,
     *,
@@ -23,9 +63,8 @@ def arrange_products(
     is_compiled: bool,
     quantization_aware: bool,
     fp8: bool,
-    sums: GradientSums | None = None,
+    sums: GradientSums | None,
 ) -> None:
-    """Before layers are checkpointed, compiled and sharded. `sums`: where float32 weight gradients are added up."""
     is_whole = world.tensor_size == 1
     if is_whole and world.device.type == "cpu" and not is_compiled:
         replace_products(module.lm, sums)

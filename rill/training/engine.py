@@ -27,16 +27,14 @@ from torch import Tensor, nn
 from rill.errors import TrainingError
 from rill.models.loading import DTYPES
 from rill.models.lora import add_lora, merged_weights
-from rill.models.train.attention_packed import compile_decoder
 from rill.models.train.fused_mlp import keep_by_turns
-from rill.training.arrange import arrange_products
+from rill.training.arrange import arrange
 from rill.training.engine_config import EngineConfig
 from rill.training.host_memory import keep_freed_memory
 from rill.training.module import LM_PREFIX, PackedModule
 from rill.training.offload import Shelf
 from rill.training.optim import Optimizer
-from rill.training.parallel import World, apply_tensor_parallel, full, gradient_norm, like, local, shard_model
-from rill.training.recompute import recompute_layer
+from rill.training.parallel import World, full, gradient_norm, like, local
 from rill.training.slots import Slot
 from rill.types import PolicyVersion
 
@@ -289,36 +287,25 @@ class TrainEngine:
     # --- construction -------------------------------------------------------------------------------------
 
     def _arrange(self) -> None:
-        """Cut, checkpoint, compile and shard the module, in the order these compose."""
-        if self.world.tensor_size > 1:
-            apply_tensor_parallel(self.module.lm, self.world)
-        elif self.device.type == "cpu" and not self.config.compile:
+        config = self.config
+        if self.world.tensor_size == 1 and self.device.type == "cpu" and not config.compile:
             self.module.sums = self
-        arrange_products(
+        if config.compile:
+            import torch._functorch.config as compiler  # seconds that a process without compiled layers can spare
+
+            compiler.activation_memory_budget = config.activation_memory_budget
+        arrange(
             self.module,
             self.world,
             dtype=self.compute_dtype,
-            is_compiled=self.config.compile,
-            quantization_aware=bool(self.config.quantization_aware),
-            fp8=self.config.fp8,
+            compiled=config.compile,
+            quantization_aware=bool(config.quantization_aware),
+            fp8=config.fp8,
+            shards=self.world.shards,
+            reshard=config.reshard_after_forward,
+            checkpointing=config.activation_checkpointing,
             sums=self.module.sums,
         )
-        if self.config.activation_checkpointing != "none":
-            for layer in self.module.layers:
-                recompute_layer(layer, self.config.activation_checkpointing)
-        if self.config.compile:
-            import torch._functorch.config as compiler  # seconds that a process without compiled layers can spare
-
-            compiler.activation_memory_budget = self.config.activation_memory_budget
-            compile_decoder(self.module.lm)
-        if self.world.shards:
-            shard_model(
-                self.module,
-                list(self.module.layers),
-                self.world,
-                compute_dtype=self.compute_dtype,
-                reshard=self.config.reshard_after_forward,
-            )
 
     def _make_slots(self) -> list[Slot]:
         """Masters for every trained parameter; bf16 copies and float32 accumulation where precision asks for it."""

@@ -16,7 +16,6 @@ from safetensors import safe_open
 from rill.errors import ModelError
 from rill.models.loading import ModelConfig, model_folder
 from rill.training.module import VALUE_HEAD_FILE, ValueModule
-from rill.training.parallel import Rendezvous, World
 from rill.training.score import FrozenModel, sequence_scores
 from rill.types import TokenIds
 
@@ -31,27 +30,18 @@ class RewardModel(FrozenModel):
         model: ModelConfig
         """A folder that RewardTrainer exported, or one of transformers' sequence classifiers with a single label."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        device: str | torch.device = "cpu",
-        rendezvous: Rendezvous | None = None,
-        world: World | None = None,
-    ) -> None:
-        if not config.model.path:
+    config: Config
+
+    def _make_module(self, lm: Any) -> ValueModule:
+        if not self.config.model.path:
             raise ModelError(
                 "a reward model with fresh weights prefers nothing: give reward_model.model.path"
             )
-        folder = Path(model_folder(config.model.path))
-
-        def with_head(lm: Any) -> ValueModule:
-            module = ValueModule(lm, folder / VALUE_HEAD_FILE)
-            if not (folder / VALUE_HEAD_FILE).exists():
-                _load_classifier_head(module, folder)
-            return module
-
-        super().__init__(config, with_head, device=torch.device(device), rendezvous=rendezvous, world=world)
+        folder = Path(model_folder(self.config.model.path))
+        module = ValueModule(lm, folder / VALUE_HEAD_FILE)
+        if not (folder / VALUE_HEAD_FILE).exists():
+            _load_classifier_head(module, folder)
+        return module
 
     def scores(self, sequences: Sequence[TokenIds]) -> list[float]:
         """One number to each sequence, in their order; NaN to one that is too long and to be skipped, which has no

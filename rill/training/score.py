@@ -8,7 +8,8 @@ every rank, and ranks know nothing of each other; or it is cut over its ranks as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -19,8 +20,7 @@ from torch import Tensor
 from rill.config import Config
 from rill.errors import ConfigError
 from rill.models.loading import DTYPES, ModelConfig
-from rill.models.train.attention_packed import compile_decoder
-from rill.training.arrange import arrange_products
+from rill.training.arrange import arrange
 from rill.training.batching import Batcher
 from rill.training.engine_config import EngineConfig, Precision
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
@@ -29,16 +29,14 @@ from rill.training.packing import Pack, PackSequence
 from rill.training.parallel import (
     Rendezvous,
     World,
-    apply_tensor_parallel,
     copy_weights,
     full,
     local,
-    shard_model,
 )
 from rill.types import Floats, Sample, TokenIds
 
 
-class FrozenModel:
+class FrozenModel(ABC):
     """A packed module that is never trained."""
 
     class Config(Config):
@@ -76,13 +74,14 @@ class FrozenModel:
     def __init__(
         self,
         config: Config,
-        make: Callable[[Any], PackedModule],
         *,
-        device: torch.device,
+        device: str | torch.device = "cpu",
         rendezvous: Rendezvous | None = None,
         world: World | None = None,
     ) -> None:
         """`rendezvous` joins the group's ranks, where the model is cut over them; `world` is one they have joined."""
+        self.config = config
+        device = torch.device(device)
         is_cut = config.shard or config.tensor_parallel > 1
         if not is_cut:
             world = World(None, device)
@@ -96,10 +95,22 @@ class FrozenModel:
         self.world = world
         dtype = DTYPES[config.dtype or "float32"]
         lm = load_packed_lm(config.model, dtype=dtype, device=device)
-        self.module = make(lm)
+        self.module = self._make_module(lm)
         self.module.requires_grad_(False)
         self.module.see(config.model, is_frozen=True)
-        self._arrange(config, dtype)
+        arrange(
+            self.module,
+            self.world,
+            dtype=dtype,
+            compiled=bool(config.compile),
+            quantization_aware=bool(config.quantization_aware),
+            fp8=bool(config.fp8),
+            shards=config.shard and self.world.shards,
+        )
+        if config.shard and self.world.shards and isinstance(self.module, PolicyModule):
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            register_fsdp_forward_method(self.module, "predicting")
         self._shelf = Shelf()
         self.batcher = Batcher(
             world=self.world,
@@ -109,6 +120,10 @@ class FrozenModel:
             skips_too_long=config.on_too_long == "skip",
         )
 
+    @abstractmethod
+    def _make_module(self, lm: Any) -> PackedModule:
+        """What is read off the decoder."""
+
     def offload(self) -> None:
         if self.world.device.type != "cpu":
             parameters = [local(p.detach()) for p in self.module.parameters()]
@@ -117,28 +132,6 @@ class FrozenModel:
 
     def onload(self) -> None:
         self._shelf.take_all()
-
-    def _arrange(self, config: Config, dtype: torch.dtype) -> None:
-        """Cut, compile and shard the module, in the order these compose; as TrainEngine does."""
-        if self.world.tensor_size > 1:
-            apply_tensor_parallel(self.module.lm, self.world)
-        arrange_products(
-            self.module,
-            self.world,
-            dtype=dtype,
-            is_compiled=bool(config.compile),
-            quantization_aware=bool(config.quantization_aware),
-            fp8=bool(config.fp8),
-        )
-        layers = list(self.module.layers)
-        if config.compile:
-            compile_decoder(self.module.lm)
-        if config.shard and self.world.shards:
-            from torch.distributed.fsdp import register_fsdp_forward_method
-
-            shard_model(self.module, layers, self.world, compute_dtype=dtype, reshard=True)
-            if isinstance(self.module, PolicyModule):
-                register_fsdp_forward_method(self.module, "predicting")
 
 
 def sequence_scores(module: PackedModule, batcher: Batcher, sequences: Sequence[TokenIds]) -> list[float]:
@@ -164,18 +157,10 @@ class ScoreModel(FrozenModel):
         temperature: float = Field(default=1.0, gt=0.0)
         """The sampler's."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        device: str | torch.device = "cpu",
-        rendezvous: Rendezvous | None = None,
-        world: World | None = None,
-    ) -> None:
-        super().__init__(
-            config, PolicyModule, device=torch.device(device), rendezvous=rendezvous, world=world
-        )
-        self.config = config
+    config: Config
+
+    def _make_module(self, lm: Any) -> PolicyModule:
+        return PolicyModule(lm)
 
     def logprobs(
         self, samples: Sequence[Sample], temperature: float | None = None, *, trained_only: bool = False

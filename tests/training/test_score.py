@@ -137,12 +137,7 @@ def score_on_a_rank(rendezvous: Rendezvous, settings: dict[str, Any]) -> dict[st
     whole = ScoreModel(ScoreModel.Config(model=seeded(9)))
     model.load_weights((n, p.detach()) for n, p in whole.module.lm.named_parameters())
     result["moved"] = model.logprobs(share)
-    judge = FrozenModel(
-        FrozenModel.Config(model=MODEL, **settings),
-        with_head,
-        device=torch.device("cpu"),
-        world=model.world,
-    )
+    judge = Judge(Judge.Config(model=MODEL, **settings), world=model.world)
     result["scores"] = sequence_scores(judge.module, judge.batcher, [s.trajectory.token_ids for s in share])
     result["parameters"] = sum(p.numel() for p in map(_local, model.module.parameters()))
     return result
@@ -152,10 +147,11 @@ def seeded(seed: int) -> ModelConfig:
     return MODEL.model_copy(update={"seed": seed})
 
 
-def with_head(lm: Any) -> ValueModule:
-    module = ValueModule(lm)
-    module.value_head.weight.data.copy_(torch.linspace(-1, 1, 32)[None])
-    return module
+class Judge(FrozenModel):
+    def _make_module(self, lm: Any) -> ValueModule:
+        module = ValueModule(lm)
+        module.value_head.weight.data.copy_(torch.linspace(-1, 1, 32)[None])
+        return module
 
 
 def _local(parameter: Any) -> Any:
@@ -172,7 +168,7 @@ def test_a_model_cut_over_ranks_gives_the_numbers_of_a_whole_one(
     samples = make_samples(8)
     whole = ScoreModel(ScoreModel.Config(model=MODEL))
     moved = ScoreModel(ScoreModel.Config(model=seeded(9)))
-    judge = FrozenModel(FrozenModel.Config(model=MODEL), with_head, device=torch.device("cpu"))
+    judge = Judge(Judge.Config(model=MODEL))
     wanted = dict(zip([s.id for s in samples], whole.logprobs(samples), strict=True))
     later = dict(zip([s.id for s in samples], moved.logprobs(samples), strict=True))
     scores = sequence_scores(judge.module, judge.batcher, [s.trajectory.token_ids for s in samples])
