@@ -139,8 +139,7 @@ class RobotTrainer:
             if self.config.target_kl and kl > self.config.target_kl:
                 break
         self._num_steps += 1
-        count, value, entropy, clipped, _ = (sums / max(1.0, float(sums[0]))).tolist()
-        del count
+        _, value, entropy, clipped, _ = (sums / max(1.0, float(sums[0]))).tolist()
         return metrics | {
             "policy/clipped": clipped,
             "policy/entropy": entropy,
@@ -336,7 +335,7 @@ class RobotTrainer:
         return self._over_ranks(told), norm
 
     def _apply(self, count: Tensor) -> float:
-        """Divide the summed gradients, clip, step; the norm before clipping."""
+        """Divide the summed gradients, clip, step; the norm before clipping. One that is not finite changes nothing."""
         parameters = [p for p in self.policy.parameters() if p.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:

@@ -205,20 +205,22 @@ class SACTrainer(RobotTrainer):
         alpha_loss = -(self.log_alpha * (logprobs_B.detach() + target_entropy)).mean()
         self.critic_optimizer.zero_grad()
         (critic_loss + alpha_loss).backward()
-        self.critic_optimizer.step()
+        critic_norm = float(
+            nn.utils.get_total_norm(p.grad for p in self.critics.parameters() if p.grad is not None)
+        )
+        if math.isfinite(critic_norm):
+            self.critic_optimizer.step()
         policy_loss = (
             alpha.detach() * logprobs_B - torch.minimum(*self.critics(now, actions_BJA[:, 0]))
         ).mean()
-        self.optimizer.zero_grad()
         policy_loss.backward()  # type: ignore[no-untyped-call]
-        norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm))
-        self.optimizer.step()
+        norm = self._apply(torch.ones(()))
         with torch.no_grad():
             for target, source in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
                 target.lerp_(source, self.config.tau)
         entropy = -logprobs_B.detach().mean() / self.policy.spec.action_size
         told = (critic_loss.detach(), first_B.detach().mean(), entropy, alpha.detach())
-        return (*(float(each) for each in told), norm)
+        return (*(float(each) for each in told), norm if math.isfinite(critic_norm) else critic_norm)
 
 
 def transitions(episodes: Sequence[EmbodiedTrajectory], spec: RobotSpec) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +130,12 @@ def test_a_policy_that_sac_cannot_learn_is_refused() -> None:
 def test_a_buffer_that_never_gets_warm_is_refused() -> None:
     with pytest.raises(ValueError, match="warm_up 1000 is above capacity 500"):
         SACTrainer.Config(capacity=500)
+
+
+def test_an_update_that_is_not_finite_changes_nothing_and_shows() -> None:
+    trainer = trainer_of(warm_up=0)
+    endless = np.full_like(episode(trainer, 0).rewards_CJ, np.inf)
+    metrics = trainer.update([replace(episode(trainer, n), rewards_CJ=endless) for n in range(4)])
+    assert not np.isfinite(metrics["grad_norm"])
+    for module in (trainer.policy, trainer.critics, trainer.targets):
+        assert all(torch.isfinite(p).all() for p in module.parameters())
