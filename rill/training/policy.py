@@ -147,14 +147,6 @@ class PolicyTrainer(StepTrainer):
         self.accumulate(samples)
         return self.finish()
 
-    def finish(self) -> dict[str, float]:
-        if not self._is_frozen:
-            return super().finish()
-        self._is_begun = False
-        sums, _, _ = self._tally.reduce(self.world)
-        self.engine.pass_over(self.num_steps)
-        return {"samples": sums["samples"], "version": float(self.version), "train_s": self._busy_s}
-
     def logprobs(
         self, samples: Sequence[Sample], temperature: float | None = None, *, trained_only: bool = False
     ) -> list[Floats]:
@@ -204,6 +196,13 @@ class PolicyTrainer(StepTrainer):
     @property
     def _is_frozen(self) -> bool:
         return self.version < self.config.critic_warmup * self.num_steps
+
+    def _finish(self) -> dict[str, float]:
+        if not self._is_frozen:
+            return super()._finish()
+        sums, _, _ = self._tally.reduce(self.world)
+        self.engine.pass_over(self.num_steps)
+        return {"samples": sums["samples"], "version": float(self.version), "train_s": self._busy_s}
 
     def _apply(self, learning_rate: float | None = None) -> dict[str, float]:
         metrics = finish_metrics(super()._apply(learning_rate))

@@ -55,6 +55,14 @@ class StepTrainer(Trainer):
         if not self._is_begun:
             raise TrainingError("finish() without begin(): there is nothing to train on")
         self._is_begun = False
+        return self._finish()
+
+    def _start(self) -> None:
+        self._forget()
+        self._held = []
+        self._is_begun = True
+
+    def _finish(self) -> dict[str, float]:
         if not self.waits_for:
             return self._apply()
         with self._working():
@@ -66,11 +74,6 @@ class StepTrainer(Trainer):
                 self._add([samples[i] for i in part], step=number)
             steps.append(self._apply())
         return merge_steps(steps)
-
-    def _start(self) -> None:
-        self._forget()
-        self._held = []
-        self._is_begun = True
 
     def _usable(self, samples: Sequence[Sample]) -> list[Sample]:
         """Checked samples with something to train on and within the budget; the rest is counted or an error."""

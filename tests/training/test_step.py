@@ -176,6 +176,8 @@ def test_the_policy_stays_as_it_is_while_its_critic_learns() -> None:
         metrics = t.update(samples)
         assert metrics["samples"] == len(samples) and t.version == 2 * step
     assert all(torch.equal(w, before[n]) for n, w in t.named_weights())
+    with pytest.raises(TrainingError, match="without begin"):
+        trainer(critic_warmup=1).finish()
     assert t.update(samples)["grad_norm"] > 0 and t.version == 6
     assert any(not torch.equal(w, before[n]) for n, w in t.named_weights())
 
