@@ -91,6 +91,8 @@ class Checkpointer:
         """Restore what was saved into `folder`."""
         self.wait()
         engine, chosen = self.engine, folder / FOLDER
+        if not chosen.exists() and retired(chosen).exists():
+            chosen = retired(chosen)
         self._check(chosen)
         about = read_manifest(chosen)
         if about["parameters"] != _fingerprint(engine):
@@ -157,10 +159,7 @@ class Checkpointer:
             sums = {name: value for part in gathered for name, value in part.items()}
         if world.rank == 0:
             write_durably(partial / MANIFEST, json.dumps({**about, "files": sums}, indent=1).encode())
-            if final.exists():
-                shutil.rmtree(final)
-            partial.rename(final)
-            sync(final.parent)
+            put_in_place(partial, final)
         self._barrier()
 
     def _own_files(self, folder: Path) -> list[Path]:
@@ -177,6 +176,21 @@ class Checkpointer:
             dist.broadcast_object_list(found, src=0, group=self._group)
         if found[0] is not None:
             raise CheckpointError(f"{folder} is no whole checkpoint: {found[0]}")
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """`partial` takes the place of what stood at `final`, which is removed only then: removing takes its time. After a
+    kill between the two renames it stands at retired(final)."""
+    shutil.rmtree(retired(final), ignore_errors=True)
+    if final.exists():
+        final.rename(retired(final))
+    partial.rename(final)
+    sync(final.parent)
+    shutil.rmtree(retired(final), ignore_errors=True)
+
+
+def retired(final: Path) -> Path:
+    return final.with_name(final.name + ".old")
 
 
 def find_damage(folder: Path) -> str | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.models.lora import save_adapter
 from rill.models.pictures import load_pictures
+from rill.training.checkpoint import put_in_place
 from rill.training.engine import TrainEngine
 from rill.training.module import LM_PREFIX, VALUE_HEAD_FILE, VALUE_HEAD_PREFIX
 from rill.training.parallel import full
@@ -61,9 +62,7 @@ def export_model(engine: TrainEngine, model: ModelConfig, folder: Path) -> Path:
             load_tokenizer(model).save_pretrained(partial)
         if (reader := load_pictures(model)) is not None:
             reader.processor.save_pretrained(partial)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        put_in_place(partial, folder)
     engine.world.barrier()
     return folder
 

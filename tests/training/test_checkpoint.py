@@ -227,6 +227,26 @@ def test_a_killed_save_leaves_the_one_before_it(tmp_path: Path) -> None:
     assert trainer().load(tmp_path) == 1 and not partial.exists()
 
 
+def test_a_save_into_the_same_folder_has_a_whole_checkpoint_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(trainer(), tmp_path)
+    remove = shutil.rmtree
+
+    def removed(path: Path, **how: Any) -> None:
+        remove(path, **how)
+        assert checkpoint.find_damage(folder) is None, "a kill here would lose it"
+
+    t = trainer()
+    t.update(make_samples())
+    with monkeypatch.context() as watched:
+        watched.setattr(checkpoint.shutil, "rmtree", removed)
+        save(t, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
+    folder.rename(checkpoint.retired(folder))  # killed between two renames
+    assert trainer().load(tmp_path) == 1
+
+
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     save(trainer(lora={"rank": 2}), tmp_path)
     with pytest.raises(CheckpointError, match="another model"):
