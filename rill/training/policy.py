@@ -33,15 +33,14 @@ from rill.algorithms.distill import Teacher, full_vocabulary_kl
 from rill.errors import ConfigError, TrainingError, UnsupportedError
 from rill.models.decode.packed_scorer import PackedScorer
 from rill.models.routing import Routing, expert_blocks
-from rill.models.train.packed_layout import copy_in
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import MiniBatchConfig
 from rill.training.module import Distill, PolicyOutput, has_plain_logits
-from rill.training.packing import Pack, PackSequence, plan_micro_batches, predicted
+from rill.training.packing import Pack, PackSequence, plan_micro_batches
 from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel
-from rill.training.step import StepTrainer
-from rill.types import Bits, Floats, PolicyVersion, Sample
+from rill.training.step import StepTrainer, wanted_of
+from rill.types import Floats, PolicyVersion, Sample
 
 
 class PolicyLoss(Protocol):
@@ -226,7 +225,7 @@ class PolicyTrainer(StepTrainer):
         batches: Iterable[MicroBatch] = self.batcher.micro_batches(sequences)
 
         def columns_of(batch: MicroBatch) -> dict[str, Tensor]:
-            return self._columns(batch, [samples[i] for i in batch.indices], version, has_old)
+            return self._columns([samples[i] for i in batch.indices], version, has_old)
 
         statistics: dict[str, Tensor] = {}
         if Need.STATISTICS in self.algorithm.needs:
@@ -266,10 +265,10 @@ class PolicyTrainer(StepTrainer):
         )
 
     def _tell(self, samples: Sequence[Sample], output: PolicyOutput) -> None:
-        ends = np.cumsum([_wanted(sample).sum() for sample in samples], dtype=int).tolist()
+        ends = np.cumsum([wanted_of(sample).sum() for sample in samples], dtype=int).tolist()
         for sample, start, end in zip(samples, [0, *ends], ends, strict=False):
             if sample.is_logged and self.on_trained is not None:
-                wanted, columns = _wanted(sample), np.zeros((2, sample.num_tokens), np.float32)
+                wanted, columns = wanted_of(sample), np.zeros((2, sample.num_tokens), np.float32)
                 for column, values_K in zip(columns, (output.logprobs_K, output.entropy_K), strict=True):
                     column[wanted] = values_K[start:end].detach().float().cpu().numpy()
                 self.on_trained(sample, columns[0], columns[1])
@@ -303,14 +302,9 @@ class PolicyTrainer(StepTrainer):
             blank = [dataclasses.replace(b, mask_N=torch.zeros_like(b.mask_N)) for b in tokens]
             return self.algorithm.statistics(blank, self.world.sum_over_data)
 
-    def _columns(
-        self, batch: MicroBatch, samples: Sequence[Sample], version: PolicyVersion, has_old: bool
-    ) -> dict[str, Tensor]:
-        """Per-token inputs of the wanted tokens, copied to the device in one piece."""
-        if batch.is_idle:
-            names = ("mask", "advantages", "rollout", "lag", "old", "ref", "teacher")
-            return {name: torch.zeros(1, device=self.world.device) for name in names}
-        columns: dict[str, list[Any]] = {
+    def _columns(self, samples: Sequence[Sample], version: PolicyVersion, has_old: bool) -> dict[str, Tensor]:
+        """What the loss reads beside the model's outputs."""
+        columns: dict[str, Sequence[Any]] = {
             "advantages": [s.advantages for s in samples],
             "rollout": [s.trajectory.logprobs for s in samples],
             "lag": [version - s.trajectory.versions for s in samples],
@@ -319,11 +313,7 @@ class PolicyTrainer(StepTrainer):
             values = [getattr(s, f"{name}_logprobs") for s in samples]
             if all(v is not None for v in values):
                 columns[name] = values
-        wanted = [_wanted(s) for s in samples]
-        table = np.stack(
-            [np.concatenate([v[w] for v, w in zip(vs, wanted, strict=True)]) for vs in columns.values()]
-        ).astype(np.float32)
-        return dict(zip(columns, copy_in(table, self.world.device), strict=True))
+        return self._on_device(samples, columns)
 
     def _token_batch(
         self,
@@ -335,7 +325,7 @@ class PolicyTrainer(StepTrainer):
         current_K = output.logprobs_K.detach()
         return TokenBatch(
             logprobs_N=output.logprobs_K,
-            mask_N=columns["mask"] if batch.is_idle else torch.ones_like(current_K),
+            mask_N=torch.full_like(current_K, float(not batch.is_idle)),
             seq_N=batch.pack.seq_K,
             num_seqs=batch.pack.num_seqs,
             advantages_N=columns["advantages"],
@@ -360,12 +350,6 @@ class PolicyTrainer(StepTrainer):
             )
             for s in samples
         ]
-
-    def _usable(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Checked samples with something to train on and within the budget; the rest is counted or an error."""
-        for sample in samples:
-            self.batcher.check(sample.trajectory)
-        return self._fitting(samples, lambda s: s.num_tokens, lambda s: bool(_wanted(s).any()))
 
     def _recomputed(self, sequences: Sequence[PackSequence], temperature: float) -> list[Floats]:
         return self.batcher.per_token(
@@ -396,7 +380,3 @@ class PolicyTrainer(StepTrainer):
         # By the training path even with batch_invariant: at the first step π/π_old must be 1, not 1 ± rounding.
         old = self._recomputed(self._sequences(samples), self.config.temperature)
         return [dataclasses.replace(s, old_logprobs=o) for s, o in zip(samples, old, strict=True)]
-
-
-def _wanted(sample: Sample) -> Bits:
-    return predicted(sample.trajectory.loss_mask)

@@ -12,18 +12,23 @@ finish() does the work; for the caller nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from rill.errors import TrainingError
+from rill.models.train.packed_layout import copy_in
 from rill.training.engine_config import MiniBatchConfig
+from rill.training.packing import predicted
 from rill.training.trainer import Trainer
-from rill.types import Sample
+from rill.types import Bits, Sample
 
 
 class StepTrainer(Trainer):
-    """A subclass has the loss: _usable() and _add()."""
+    """A subclass has the loss: _add()."""
 
     config: MiniBatchConfig
     _held: list[Sample]
@@ -77,7 +82,9 @@ class StepTrainer(Trainer):
 
     def _usable(self, samples: Sequence[Sample]) -> list[Sample]:
         """Checked samples with something to train on and within the budget; the rest is counted or an error."""
-        raise AssertionError("a subclass knows what it trains on")
+        for sample in samples:
+            self.batcher.check(sample.trajectory)
+        return self._fitting(samples, lambda s: s.num_tokens, lambda s: bool(wanted_of(s).any()))
 
     def _whole(self, samples: list[Sample]) -> list[Sample]:
         """The whole batch before its first optimizer step; by default as it is."""
@@ -86,6 +93,27 @@ class StepTrainer(Trainer):
     def _add(self, samples: Sequence[Sample], step: int = 0) -> None:
         """Add the gradient of these samples; `step` counts the optimizer steps already taken on the batch."""
         raise AssertionError("a subclass has the loss")
+
+    def _on_device(
+        self, samples: Sequence[Sample], columns: Mapping[str, Sequence[Any]]
+    ) -> dict[str, Tensor]:
+        """What of each column (an array to a sample) is of wanted tokens, copied in one piece; an idle pass wants one,
+        and has zeros for it."""
+        if not samples:
+            return {name: torch.zeros(1, device=self.world.device) for name in columns}
+        wanted = [wanted_of(sample) for sample in samples]
+        table = np.stack(
+            [
+                np.concatenate([values[mask] for values, mask in zip(column, wanted, strict=True)])
+                for column in columns.values()
+            ]
+        ).astype(np.float32)
+        return dict(zip(columns, copy_in(table, self.world.device), strict=True))
+
+
+def wanted_of(sample: Sample) -> Bits:
+    """The tokens that are trained on."""
+    return predicted(sample.trajectory.loss_mask)
 
 
 def mini_batches(config: MiniBatchConfig, num_samples: int, version: int) -> Iterator[list[int]]:

@@ -11,12 +11,10 @@ import functools
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
-import numpy as np
 import torch
 
 from rill.algorithms.base import LossSum, TokenBatch
 from rill.errors import TrainingError
-from rill.models.train.packed_layout import copy_in
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import EngineConfig, MiniBatchConfig
 from rill.training.module import PackedModule, load_value_module
@@ -66,14 +64,11 @@ class ValueTrainer(StepTrainer):
 
     def _usable(self, samples: Sequence[Sample]) -> list[Sample]:
         for sample in samples:
-            self.batcher.check(sample.trajectory)
             if sample.returns is None or sample.values is None:
                 raise TrainingError(
                     f"{sample.id}: the critic needs values and returns; compute advantages first"
                 )
-        return self._fitting(
-            samples, lambda s: s.num_tokens, lambda s: bool(s.trajectory.loss_mask[1:].any())
-        )
+        return super()._usable(samples)
 
     def _make_module(self, config: EngineConfig, device: torch.device) -> PackedModule:
         return load_value_module(config.model, device)
@@ -90,28 +85,20 @@ class ValueTrainer(StepTrainer):
         self, batch: MicroBatch, samples: Sequence[Sample], values_K: torch.Tensor
     ) -> TokenBatch:
         zeros_K = torch.zeros_like(values_K)
-        old_K, returns_K, mask_K = zeros_K, zeros_K, zeros_K
-        if samples:
-            masks = [_sequence(s).wanted for s in samples]
-            table = np.stack(
-                [
-                    np.concatenate([np.asarray(s.values)[m] for s, m in zip(samples, masks, strict=True)]),
-                    np.concatenate([np.asarray(s.returns)[m] for s, m in zip(samples, masks, strict=True)]),
-                ]
-            ).astype(np.float32)
-            old_K, returns_K = copy_in(table, values_K.device)
-            mask_K = torch.ones_like(zeros_K)
+        columns = self._on_device(
+            samples, {"values": [s.values for s in samples], "returns": [s.returns for s in samples]}
+        )
         return TokenBatch(
             logprobs_N=zeros_K,
-            mask_N=mask_K,
+            mask_N=torch.full_like(values_K, float(not batch.is_idle)),
             seq_N=batch.pack.seq_K,
             num_seqs=batch.pack.num_seqs,
             advantages_N=zeros_K,
             old_logprobs_N=zeros_K,
             rollout_logprobs_N=zeros_K,
             values_N=values_K,
-            old_values_N=old_K,
-            returns_N=returns_K,
+            old_values_N=columns["values"],
+            returns_N=columns["returns"],
         )
 
 
