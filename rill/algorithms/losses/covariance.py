@@ -21,8 +21,6 @@ MEAN_LOGPROB = "covariance/mean_logprob"
 MEAN_ADVANTAGE = "covariance/mean_advantage"
 NUM_TOKENS = "covariance/num_tokens"
 
-_DIGIT_BITS = (11, 11, 10)
-
 
 def mean_statistics(batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]:
     """The two means and the number of trained tokens, over all micro-batches and ranks."""
@@ -52,29 +50,18 @@ def largest_threshold(
 ) -> Tensor:
     """The `count`-th largest value over all micro-batches and ranks; +inf when count is 0. Ties are all at it.
 
-    Radix selection: float32 order is the order of its bits read as an integer, so three rounds of summed
-    histograms (2,048 bins at most) find the value exactly, and a sum is all the ranks exchange.
+    float32 order is the order of its bits read as an integer, so halving the integers 32 times finds the value exactly,
+    and a sum is all the ranks exchange.
     """
+    if int(count) < 1:
+        return torch.tensor(float("inf"), device=count.device)
     keys = [_ordered_bits(cov_N)[mask_N > 0] for cov_N, mask_N in zip(covs, masks, strict=True)]
-    device = count.device
-    remaining = count.to(torch.int64)
-    if int(remaining) < 1:
-        return torch.tensor(float("inf"), device=device)
-    prefix, shift = 0, 32
-    for bits in _DIGIT_BITS:
-        shift -= bits
-        histogram = torch.zeros(1 << bits, dtype=torch.float64, device=device)
-        for key_M in keys:
-            inside_M = key_M[(key_M >> (shift + bits)) == prefix]
-            digit_M = (inside_M >> shift) & ((1 << bits) - 1)
-            histogram += torch.bincount(digit_M, minlength=1 << bits).to(histogram)
-        histogram = reduce(histogram)
-        from_top = histogram.flip(0).cumsum(0)
-        place = int((from_top < remaining).sum())
-        digit = (1 << bits) - 1 - place
-        remaining = remaining - (from_top[place] - histogram[digit]).to(torch.int64)
-        prefix = (prefix << bits) | digit
-    return _from_ordered_bits(prefix, device)
+    low, high = 0, 1 << 32  # the value's integer is below `high` and not below `low`
+    while high - low > 1:
+        middle = (low + high) // 2
+        num_above = reduce(torch.stack([(key_M >= middle).sum() for key_M in keys]).sum().double())
+        low, high = (middle, high) if num_above >= count else (low, middle)
+    return _from_ordered_bits(low, count.device)
 
 
 def _ordered_bits(values_N: Tensor) -> Tensor:
