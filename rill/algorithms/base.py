@@ -16,7 +16,7 @@ The same batch therefore gives the same gradient however it is split.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -97,6 +97,20 @@ class Metric:
     def largest(values: Tensor) -> Metric:
         largest = values.max() if values.numel() else values.new_full((), float("-inf"))
         return Metric(total=largest.detach(), weight=torch.ones_like(largest), is_max=True)
+
+    def with_(self, other: Metric) -> Metric:
+        """Of both micro-batches."""
+        if self.is_max:
+            return replace(self, total=torch.maximum(self.total, other.total))
+        return Metric(total=self.total + other.total, weight=self.weight + other.weight)
+
+    def emptied(self) -> Metric:
+        """Of no token."""
+        return replace(
+            self,
+            total=torch.full_like(self.total, float("-inf") if self.is_max else 0.0),
+            weight=torch.zeros_like(self.weight),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -198,23 +198,8 @@ class Tally:
 
     def add_metrics(self, metrics: dict[str, Metric], *, is_idle: bool) -> None:
         for name, metric in metrics.items():
-            if is_idle:
-                empty = torch.full_like(metric.total, float("-inf")) if metric.is_max else metric.total * 0
-                metric = Metric(
-                    total=torch.nan_to_num(empty, nan=0.0, neginf=float("-inf")),
-                    weight=torch.zeros_like(metric.weight),
-                    is_max=metric.is_max,
-                )
-            known = self.metrics.get(name)
-            if known is None:
-                self.metrics[name] = metric
-            elif metric.is_max:
-                total = torch.maximum(known.total, metric.total)
-                self.metrics[name] = Metric(total=total, weight=metric.weight, is_max=True)
-            else:
-                self.metrics[name] = Metric(
-                    total=known.total + metric.total, weight=known.weight + metric.weight
-                )
+            metric = metric.emptied() if is_idle else metric
+            self.metrics[name] = self.metrics[name].with_(metric) if name in self.metrics else metric
 
     def reduce(
         self, world: World, beside: Tensor | None = None
