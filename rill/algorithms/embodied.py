@@ -14,13 +14,13 @@ from functools import partial
 from typing import NamedTuple, Self
 
 import numpy as np
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from rill.algorithms.advantages.group_statistics import within_groups
 from rill.algorithms.advantages.grpo import standardise
 from rill.algorithms.filters import DropReason, Verdict
+from rill.algorithms.losses.clip import clip_loss
 from rill.algorithms.mismatch import MAX_LOG_RATIO
 from rill.config.base import Config
 from rill.types import Bits, Floats
@@ -159,14 +159,14 @@ def ppo_loss(
         change, weight, advantage = change_BJ, mask_BJ, advantages_B[:, None].expand_as(change_BJ)
     change = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = change.exp()
-    bounded = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    policy = -torch.minimum(ratio * advantage, bounded * advantage)
+    policy, _ = clip_loss(ratio, advantage, clip_low=config.clip_low, clip_high=config.clip_high)
+    is_outside = (ratio < 1.0 - config.clip_low) | (ratio > 1.0 + config.clip_high)
     weight_B = executed_BJ.any(1).float()
     return Loss(
         policy=(policy * weight).sum(),
         value=(0.5 * (values_B - returns_B) ** 2 * weight_B).sum(),
         entropy=(entropies_BJ * mask_BJ).sum(),
-        clipped=((ratio != bounded).float() * weight).sum().detach(),
+        clipped=(is_outside.float() * weight).sum().detach(),
         kl=((ratio - 1.0 - change) * weight).sum().detach(),
     )
 

@@ -28,6 +28,7 @@ from rill.algorithms.embodied import (
     group_advantages,
     ppo_loss,
 )
+from rill.algorithms.whitening import whiten
 from rill.config import PartConfig
 from rill.errors import CheckpointError, InvalidSampleError, TrainingError, WeightSyncError
 from rill.policies.base import Evaluated, Policy
@@ -241,7 +242,7 @@ class RobotTrainer:
             latents=latents,
             executed_BJ=executed_BJ,
             old=old,
-            advantages_B=torch.from_numpy(self._whitened(advantages_B)),
+            advantages_B=self._whitened(torch.from_numpy(advantages_B)),
             returns_B=torch.from_numpy(returns_B),
         )
         return rows, metrics
@@ -283,16 +284,11 @@ class RobotTrainer:
         values: Floats = self.policy.values_as_drawn(inputs.to(self.device)).cpu().numpy()
         return values
 
-    def _whitened(self, advantages_B: Floats) -> Floats:
-        """Mean 0 and spread 1 over all ranks; a group's advantages are so already, and stay."""
+    def _whitened(self, advantages_B: Tensor) -> Tensor:
+        """Over all ranks; a group's advantages are so already, and stay."""
         if self.algorithm.estimator is Estimator.GROUP:
             return advantages_B
-        values = torch.from_numpy(advantages_B).double()
-        sums = self._over_ranks(torch.stack([torch.ones_like(values), values, values**2]).sum(1))
-        mean = float(sums[1] / sums[0])
-        spread = max(0.0, float(sums[2] / sums[0]) - mean**2) ** 0.5
-        whitened: Floats = ((advantages_B - mean) / (spread + 1e-8)).astype(np.float32)
-        return whitened
+        return whiten(advantages_B, torch.ones_like(advantages_B), self._over_ranks)
 
     def _step(self, rows: Rows, chosen: Tensor) -> tuple[Tensor, float] | None:
         """One optimizer step; (count, value, entropy, clipped, kl) summed over all ranks, and the gradient's norm; None
