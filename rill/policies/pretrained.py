@@ -30,7 +30,7 @@ from rill.models.loading import DTYPES, ModelConfig, load_tokenizer
 from rill.models.lora import LoRAConfig, add_lora, merged_weights
 from rill.policies.base import Policy, PolicyConfig
 from rill.policies.inputs import FEATURES, Inputs, read
-from rill.policies.trunk import linear
+from rill.policies.trunk import linear, mean_and_spread
 from rill.types import Observation, RobotSpec
 
 if TYPE_CHECKING:
@@ -150,11 +150,12 @@ class PretrainedPolicy(Policy):
 
     def set_normaliser(self, states_NS: Tensor, actions_NA: Tensor) -> None:
         """A checkpoint that brings its own keeps it."""
+        if self.has_scales:
+            return
         for what, rows in (("state", states_NS), ("action", actions_NA)):
-            if not self.has_scales:
-                spread = rows.std(0)
-                getattr(self, f"{what}_shift").copy_(rows.mean(0))
-                getattr(self, f"{what}_scale").copy_(torch.where(spread < 1e-4, 1.0, spread))
+            mean, spread = mean_and_spread(rows)
+            getattr(self, f"{what}_shift").copy_(mean)
+            getattr(self, f"{what}_scale").copy_(spread)
 
     def normalised(self, actions: Tensor) -> Tensor:
         return self._scaled(actions, "action")

@@ -40,10 +40,15 @@ class Trunk(nn.Module):
         return scaled.clamp(-10.0, 10.0)
 
     def set_normaliser(self, states_NS: Tensor) -> None:
-        self.mean_S.copy_(states_NS.mean(0))  # type: ignore[operator]
-        spread_S = states_NS.std(0)
-        # What never changed says nothing yet: it keeps its own scale.
-        self.spread_S.copy_(torch.where(spread_S < 1e-4, torch.ones_like(spread_S), spread_S))  # type: ignore[operator]
+        mean_S, spread_S = mean_and_spread(states_NS)
+        self.mean_S.copy_(mean_S)  # type: ignore[operator]
+        self.spread_S.copy_(spread_S)  # type: ignore[operator]
+
+
+def mean_and_spread(rows_NX: Tensor) -> tuple[Tensor, Tensor]:
+    """What numbers are scaled by. One that never changed says nothing yet: it keeps its own scale."""
+    spread_X = rows_NX.std(0) if len(rows_NX) > 1 else torch.zeros_like(rows_NX[0])
+    return rows_NX.mean(0), torch.where(spread_X < 1e-4, 1.0, spread_X)
 
 
 def eye() -> nn.Module:

@@ -193,3 +193,11 @@ def test_flow_sdes_step_is_the_formula() -> None:
     # t = 1: the next t, 0.75, in the denominator: σ = 0.5·√(1/0.25) = 1; x̂0 = −1, x̂1 = 1; μ = −0.25 + (0.75 − 0.125).
     mean, std = policy.step(torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0), torch.tensor([1.0]))
     assert (mean.item(), std.item()) == pytest.approx((0.375, 0.5))
+
+
+def test_a_state_that_was_seen_once_has_no_spread_to_be_scaled_by() -> None:
+    policy = open_policy(*POLICIES["gaussian"], seed=3)
+    states_NS = read(seen(policy.spec, 1), policy.spec).states_BS
+    policy.set_normaliser(states_NS, torch.zeros(1, 2))
+    decision = policy.act(seen(policy.spec, 4), range(4))
+    assert np.isfinite(decision.logprobs_BJ).all() and np.isfinite(decision.actions_BJA).all()
