@@ -177,18 +177,11 @@ class TrainEngine:
             (name.removeprefix(LM_PREFIX), full(p.detach()).to(self.compute_dtype).contiguous())
             for name, p in self.module.named_parameters()
         )
-        weights = itertools.chain(weights, self._named_buffers())
+        weights = itertools.chain(weights, self.module.stored_buffers())
         # No torch.no_grad() around a yield: it would hold in the caller's code. Detached tensors need none.
         if self.config.lora is not None:
             weights = merged_weights(weights, self.config.lora)
         yield from weights
-
-    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that a checkpoint of the model has, such as the bias of a router: neither trained nor sharded."""
-        for prefix, module in self.module.lm.named_modules():
-            for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
-                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    yield name, buffer.detach()
 
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs, distributed tensors kept distributed."""
@@ -197,7 +190,7 @@ class TrainEngine:
             trained = {s.name for s in self.slots}
             frozen = [(n, p) for n, p in self.module.named_parameters() if n not in trained]
             state.update({f"frozen.{n}": p.detach() for n, p in frozen})
-        state.update({f"buffer.{name}": buffer for name, buffer in self._named_buffers()})
+        state.update({f"buffer.{name}": buffer for name, buffer in self.module.stored_buffers()})
         for name, values in self.optimizer.plain_state().items():
             template = self.optimizer.template(name)
             for key, value in values.items():

@@ -6,7 +6,7 @@ names of the decoder are transformers' own behind the prefix `lm.`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +95,13 @@ class PackedModule(nn.Module):
     def layers(self) -> nn.ModuleList:
         """The decoder's blocks."""
         return decoder_blocks(self.lm)
+
+    def stored_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that a checkpoint of the decoder has, such as the bias of a router: neither trained nor sharded."""
+        for prefix, module in self.lm.named_modules():
+            for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, buffer.detach()
 
     @property
     def vocab_size(self) -> int:

@@ -189,7 +189,9 @@ class ScoreModel(FrozenModel):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole weights in by Hugging Face name: a reference that follows the policy every n steps."""
         try:
-            copy_weights(dict(self.module.lm.named_parameters()), tensors)
+            copy_weights(
+                {**dict(self.module.lm.named_parameters()), **dict(self.module.stored_buffers())}, tensors
+            )
         finally:
             if self.module.vision is not None:
                 self.module.vision.forget()

@@ -12,11 +12,13 @@ import torch
 
 from rill.errors import ConfigError, InvalidSampleError, TrainingError, WeightSyncError
 from rill.models.loading import ModelConfig, load_model
+from rill.models.routing import expert_blocks
 from rill.training.module import ValueModule
 from rill.training.parallel import Rendezvous
 from rill.training.policy import PolicyTrainer
 from rill.training.score import FrozenModel, ScoreModel, sequence_scores
-from tests.training.tiny import MODEL, SHAPE, algorithm, config, make_samples, run_ranks, trainer
+from tests.models.test_routing import SHAPES as ROUTED
+from tests.training.tiny import MODEL, SHAPE, VOCAB, algorithm, config, make_samples, run_ranks, trainer
 
 TEACHER = ModelConfig(shape={**SHAPE, "hidden_size": 48, "num_hidden_layers": 1}, seed=7)
 
@@ -31,6 +33,19 @@ def test_a_reference_of_the_same_weights_computes_what_the_trainer_computes() ->
     assert not np.array_equal(reference.logprobs(samples)[0], t.logprobs(samples)[0])
     reference.load_weights(t.named_weights())
     np.testing.assert_array_equal(reference.logprobs(samples)[0], t.logprobs(samples)[0])
+
+
+def test_a_model_with_biased_routers_follows_the_policy_too() -> None:
+    """Their biases are buffers, and come with the weights."""
+    shape = ROUTED["deepseek_v3"] | {"model_type": "deepseek_v3", "vocab_size": VOCAB}
+    model = {"shape": shape}
+    t, follower = trainer(model=model), ScoreModel(ScoreModel.Config(model=ModelConfig.model_validate(model)))
+    (block,) = expert_blocks(t.engine.module.lm)
+    block.gate.e_score_correction_bias.copy_(torch.linspace(-5, 5, 8))
+    samples = make_samples(4)
+    follower.load_weights(t.named_weights())
+    for wanted, found in zip(t.logprobs(samples), follower.logprobs(samples), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_weights_that_are_missing_or_foreign_are_refused() -> None:
