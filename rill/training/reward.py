@@ -26,6 +26,8 @@ CLASSIFIER_HEAD = "score.weight"
 class RewardModel(FrozenModel):
     """Scores of whole sequences."""
 
+    needs_head = False
+
     class Config(FrozenModel.Config):
         model: ModelConfig
         """A folder that RewardTrainer exported, or one of transformers' sequence classifiers with a single label."""

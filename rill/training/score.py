@@ -39,6 +39,9 @@ from rill.types import Floats, Sample, TokenIds
 class FrozenModel(ABC):
     """A packed module that is never trained."""
 
+    needs_head = True
+    """The decoder's own, which log-probabilities are made with."""
+
     class Config(Config):
         model: ModelConfig
         dtype: Precision | None = None
@@ -94,7 +97,7 @@ class FrozenModel(ABC):
             )
         self.world = world
         dtype = DTYPES[config.dtype or "float32"]
-        lm = load_packed_lm(config.model, dtype=dtype, device=device)
+        lm = load_packed_lm(config.model, dtype=dtype, device=device, needs_head=self.needs_head)
         self.module = self._make_module(lm)
         self.module.requires_grad_(False)
         self.module.see(config.model, is_frozen=True)

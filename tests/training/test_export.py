@@ -10,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rill.models.loading import ModelConfig
-from tests.training.tiny import make_samples, trainer
+from rill.training.preference import RewardTrainer
+from rill.training.reward import RewardModel
+from tests.training.tiny import SHAPE, make_samples, trainer
 
 
 def plain(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
@@ -65,3 +67,16 @@ def test_an_adapter_loads_in_peft(tmp_path: Path) -> None:
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     wanted = t.logprobs([sample])[0][1:]
     np.testing.assert_allclose(plain(model, sample.trajectory.token_ids), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_exported_reward_model_scores_as_it_was_trained_with_or_without_a_head_of_its_own(
+    tmp_path: Path, tied: bool
+) -> None:
+    model = ModelConfig(shape={**SHAPE, "tie_word_embeddings": tied})
+    t = RewardTrainer(RewardTrainer.Config(model=model))
+    with torch.no_grad():
+        t.engine.module.value_head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    sequences = [np.array(tokens, np.int32) for tokens in ([5, 6, 7], [8, 9])]
+    judge = RewardModel(RewardModel.Config(model=ModelConfig(path=str(t.export(tmp_path / "model")))))
+    assert judge.scores(sequences) == pytest.approx(t.score(sequences), abs=1e-6)
