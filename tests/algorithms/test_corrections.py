@@ -148,6 +148,10 @@ def test_sequences_are_masked_from_above_only_unless_told():
     assert algorithm({"type": "mis"}).correction.bounds == (0.5, 2.0)
     assert algorithm({"type": "mis", "level": "sequence"}).correction.bounds == (0.0, 2.0)
     assert algorithm({"type": "mis", "level": "sequence", "low": 0.1}).correction.bounds == (0.1, 2.0)
+    wide, narrow, lag = {"type": "tis", "high": 8.0}, {"type": "mis"}, {"type": "lag_limit", "max_lag": 2}
+    assert algorithm({"type": "chain", "parts": [lag, wide]}).correction.bounds == (0.125, 8.0)
+    assert algorithm({"type": "chain", "parts": [lag, wide, narrow]}).correction.bounds == (0.5, 2.0)
+    assert algorithm({"type": "chain", "parts": [lag]}).correction.bounds == (0.5, 2.0)
 
 
 def test_masking_without_renormalising_keeps_the_denominator():

@@ -33,7 +33,10 @@ class Chain(Correction):
             )
         self.needs = frozenset().union(*(part.needs for part in self.parts))
         self.uses_rollout_ratio = any(part.uses_rollout_ratio for part in self.parts)
-        self.bounds = (max(part.bounds[0] for part in self.parts), min(part.bounds[1] for part in self.parts))
+        # Of the parts that have bounds of their own: a mask by lag or divergence bounds no ratio.
+        own = [part.bounds for part in self.parts if part.bounds is not Correction.bounds]
+        if own:
+            self.bounds = (max(low for low, _ in own), min(high for _, high in own))
 
     def weights(self, batch: TokenBatch) -> CorrectionWeights:
         weights_N, kept_N = torch.ones_like(batch.mask_N), torch.ones_like(batch.mask_N)
