@@ -26,7 +26,7 @@ from rill.models.eager import (
     eager_logits,
     probe_model,
 )
-from rill.models.loading import ModelConfig, load_model, reads_pictures
+from rill.models.loading import ModelConfig, load_model, model_folder, reads_pictures
 from rill.models.pictures import load_pictures, rope_positions
 from rill.models.routing import Routing
 from rill.models.train import attention_packed
@@ -194,7 +194,7 @@ class ValueModule(PackedModule):
 def load_value_module(config: ModelConfig, device: torch.device) -> ValueModule:
     """To be trained: its head goes on from what was exported, if it was."""
     lm = load_packed_lm(config, dtype=torch.float32, device=device, needs_head=False)
-    return ValueModule(lm, Path(config.path) / VALUE_HEAD_FILE if config.path else None)
+    return ValueModule(lm, Path(model_folder(config.path)) / VALUE_HEAD_FILE if config.path else None)
 
 
 def load_packed_lm(

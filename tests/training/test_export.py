@@ -71,7 +71,7 @@ def test_an_adapter_loads_in_peft(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_exported_reward_model_scores_as_it_was_trained_with_or_without_a_head_of_its_own(
-    tmp_path: Path, tied: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
     model = ModelConfig(shape={**SHAPE, "tie_word_embeddings": tied})
     t = RewardTrainer(RewardTrainer.Config(model=model))
@@ -80,3 +80,6 @@ def test_an_exported_reward_model_scores_as_it_was_trained_with_or_without_a_hea
     sequences = [np.array(tokens, np.int32) for tokens in ([5, 6, 7], [8, 9])]
     judge = RewardModel(RewardModel.Config(model=ModelConfig(path=str(t.export(tmp_path / "model")))))
     assert judge.scores(sequences) == pytest.approx(t.score(sequences), abs=1e-6)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    again = RewardTrainer(RewardTrainer.Config(model=ModelConfig(path="~/model")))
+    assert again.score(sequences) == pytest.approx(t.score(sequences), abs=1e-6), "its head goes on, too"
