@@ -414,7 +414,7 @@ def check_offload(trainer: QuickTrainer, batch: list[Sample]) -> None:
         trainer.offload()
         middle = time.perf_counter()
         left = torch.cuda.memory_allocated()
-        moved = trainer.engine.num_offloaded_bytes / 1e9
+        moved = trainer.engine.shelf.num_bytes / 1e9
         begin = time.perf_counter()
         trainer.onload()
         synchronize()

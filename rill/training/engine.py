@@ -266,11 +266,6 @@ class TrainEngine:
         is_plain = not (self.optimizer.is_coded or self.config.optimizer.offload_state)
         return is_plain and all(slot.name in states for slot in self.slots)
 
-    @property
-    def num_offloaded_bytes(self) -> int:
-        """Held in host memory for the device."""
-        return self.shelf.num_bytes
-
     def onload(self) -> None:
         """Bring back what offload() took. Nothing to do where there is nothing."""
         if self.shelf.num_bytes:

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rill.algorithms import Algorithm, finish_metrics
 from rill.algorithms.advantages.optimal_token import squared_probabilities
-from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch, divisor
+from rill.algorithms.base import Need, TokenBatch, divisor
 from rill.algorithms.distill import Teacher, full_vocabulary_kl
 from rill.errors import ConfigError, TrainingError, UnsupportedError
 from rill.models.decode.packed_scorer import PackedScorer
@@ -41,17 +41,6 @@ from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel
 from rill.training.step import StepTrainer, wanted_of
 from rill.types import Floats, PolicyVersion, Sample
-
-
-class PolicyLoss(Protocol):
-    """What the trainer needs of an algorithm; rill.algorithms.Algorithm has it."""
-
-    @property
-    def needs(self) -> frozenset[Need]: ...
-
-    def policy_loss(self, batch: TokenBatch) -> LossSum: ...
-
-    def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]: ...
 
 
 class PolicyTrainer(StepTrainer):
@@ -76,7 +65,7 @@ class PolicyTrainer(StepTrainer):
     def __init__(
         self,
         config: Config,
-        algorithm: PolicyLoss,
+        algorithm: Algorithm,
         *,
         rendezvous: Rendezvous | None = None,
         device: str | torch.device = "cpu",
@@ -107,10 +96,7 @@ class PolicyTrainer(StepTrainer):
 
     def set_teachers(self, teachers: Sequence[tuple[ScoreModel, float]]) -> None:
         """Teachers and their weights for distillation over the whole vocabulary; on this trainer's device."""
-        if (
-            not isinstance(self.algorithm, Algorithm)
-            or Need.FULL_VOCABULARY_TEACHER not in self.algorithm.needs
-        ):
+        if Need.FULL_VOCABULARY_TEACHER not in self.algorithm.needs:
             raise ConfigError(
                 "teachers are for algorithm.distillation with form 'full_vocabulary' and a coefficient above 0"
             )
@@ -276,7 +262,6 @@ class PolicyTrainer(StepTrainer):
     def _distill(self, batch: MicroBatch) -> Distill | None:
         if not self._teachers:
             return None
-        assert isinstance(self.algorithm, Algorithm)
         options = self.algorithm.config.distillation
         teachers = [
             Teacher(hidden_ME=model.hidden(batch.pack), load_head=model.load_head, weight=weight)

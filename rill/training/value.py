@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from rill.algorithms.base import LossSum, TokenBatch
+from rill.algorithms import Algorithm
+from rill.algorithms.base import TokenBatch
 from rill.errors import TrainingError
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import EngineConfig, MiniBatchConfig
@@ -24,12 +25,6 @@ from rill.training.step import StepTrainer
 from rill.types import Floats, Sample
 
 
-class ValueLoss(Protocol):
-    """What the critic needs of an algorithm; rill.algorithms.Algorithm has it."""
-
-    def value_loss(self, batch: TokenBatch) -> LossSum: ...
-
-
 class ValueTrainer(StepTrainer):
     """Trains a decoder with a value head."""
 
@@ -38,7 +33,7 @@ class ValueTrainer(StepTrainer):
     def __init__(
         self,
         config: Config,
-        algorithm: ValueLoss,
+        algorithm: Algorithm,
         *,
         rendezvous: Rendezvous | None = None,
         device: str | torch.device = "cpu",

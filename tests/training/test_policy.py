@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from rill.algorithms import Algorithm, LossSum
 from rill.algorithms.base import TokenBatch
 from rill.errors import ConfigError, InvalidSampleError, TrainingError
 from rill.models.loading import load_model
@@ -111,20 +112,16 @@ def test_logprobs_are_the_plain_models_at_the_given_temperature(temperature: flo
         np.testing.assert_allclose(values, all_values * sample.trajectory.loss_mask, atol=2e-5)
 
 
-class Watching:
-    """An algorithm that keeps what it was given."""
+class Watching(Algorithm):
+    """Keeps what it was given."""
 
     def __init__(self) -> None:
-        self.inner = algorithm()
+        super().__init__(algorithm().config)
         self.seen: list[TokenBatch] = []
-        self.needs = self.inner.needs
 
-    def policy_loss(self, batch: TokenBatch) -> Any:
+    def policy_loss(self, batch: TokenBatch) -> LossSum:
         self.seen.append(batch)
-        return self.inner.policy_loss(batch)
-
-    def statistics(self, batches: Any, reduce: Any) -> Any:
-        return self.inner.statistics(batches, reduce)
+        return super().policy_loss(batch)
 
 
 def test_one_step_per_batch_makes_no_extra_pass_and_old_equals_current(
