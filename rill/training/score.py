@@ -53,9 +53,9 @@ class FrozenModel(ABC):
         on_too_long: Literal["error", "skip"] | None = None
         """A sequence over micro_batch_tokens: an error, or left without scores. Unset: as the trainer does."""
         quantization_aware: Literal["int4"] | None = None
-        """Unset: as the trainer does."""
+        """Unset: as the trainer does, where it is the trainer's model; another's weights are as they are."""
         fp8: bool | None = None
-        """Unset: as the trainer does."""
+        """Likewise."""
         shard: bool = False
         """Cut the weights over the group's ranks (FSDP2). false: each rank, or tensor-parallel row, has them all."""
         tensor_parallel: int = Field(default=1, ge=1)
@@ -63,14 +63,16 @@ class FrozenModel(ABC):
 
         def following(self, trainer: EngineConfig) -> Self:
             """This config with the trainer's settings where it has none."""
-            theirs = {
+            theirs: dict[str, Any] = {
                 "dtype": trainer.compute_dtype,
                 "micro_batch_tokens": trainer.micro_batch_tokens,
                 "compile": trainer.compile,
                 "on_too_long": trainer.on_too_long,
-                "quantization_aware": trainer.quantization_aware,
-                "fp8": trainer.fp8,
             }
+            if (
+                self.model == trainer.model
+            ):  # the policy, as it is or was: a teacher or a judge is not rounded
+                theirs |= {"quantization_aware": trainer.quantization_aware, "fp8": trainer.fp8}
             unset = {name: value for name, value in theirs.items() if getattr(self, name) is None}
             return self.model_copy(update=unset)
 

@@ -109,6 +109,14 @@ def test_what_a_recipe_leaves_unset_follows_the_trainer() -> None:
     assert (own.dtype, own.micro_batch_tokens, own.compile) == ("float32", 99, False)
 
 
+@pytest.mark.parametrize("values", [{"quantization_aware": "int4"}, {"fp8": True}], ids=str)
+def test_the_trainers_model_is_rounded_as_it_rounds_and_a_teacher_is_not(values: dict[str, Any]) -> None:
+    ((name, value),) = values.items()
+    assert getattr(ScoreModel.Config(model=MODEL).following(config(**values)), name) == value
+    assert not getattr(ScoreModel.Config(model=TEACHER).following(config(**values)), name)
+    assert getattr(ScoreModel.Config(model=TEACHER, **values).following(config()), name) == value
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kl_to_the_reference_is_exactly_0_at_the_first_step(dtype: str) -> None:
     values: dict[str, Any] = {"compute_dtype": dtype, "micro_batch_tokens": 64}
