@@ -162,8 +162,15 @@ class DistributedReceiver(Receiver):
             self._buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
         buffer_B = self._buffer[: bucket.num_bytes]
         self._num_taken += 1
-        what = f"receiving version {manifest.version}, bucket {bucket.index}"
-        broadcast(group, buffer_B, self.config, what)
+        try:
+            broadcast(
+                group, buffer_B, self.config, f"receiving version {manifest.version}, bucket {bucket.index}"
+            )
+        except WeightSyncError:
+            self._group = (
+                None  # a member is lost, and the group with it: the rest of the buckets will not come
+            )
+            raise
         return buffer_B
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from rill.errors import WeightSyncError
+from rill.weights import distributed
 from rill.weights.base import Receiver, open_publisher, open_receiver
 from rill.weights.manifest import BucketSpec, WeightManifest
 from tests.weights.scene import publish, pulled, same, transport, weights
@@ -91,6 +92,28 @@ def break_bucket(receiver: Receiver, index: int) -> None:
         return data
 
     receiver.read = read  # type: ignore[method-assign]
+
+
+def test_a_receiver_that_has_lost_its_group_waits_for_no_other_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = []
+
+    def lost(*_: object, **__: object) -> None:
+        waits.append(1)
+        raise RuntimeError("a peer is gone")
+
+    monkeypatch.setattr(distributed, "meet", lambda config: None)
+    monkeypatch.setattr(distributed, "join", lambda *_: object())
+    monkeypatch.setattr(distributed.collective, "broadcast_tensor", lost)
+    publisher, receiver = (
+        opened(transport("distributed", rank=rank))
+        for rank, opened in enumerate((open_publisher, open_receiver))
+    )
+    manifest = publish(publisher, weights(1), 1)
+    with pytest.raises(WeightSyncError, match="bucket 0 failed.*a peer is gone"):
+        pulled(receiver, manifest)
+    assert len(manifest.buckets) > 2 and len(waits) == 1
 
 
 @pytest.mark.slow
