@@ -232,8 +232,7 @@ class TrainEngine:
                 name, _, key = rest.rpartition(".")
                 values.setdefault(name, {})[key] = local(value)
         self.optimizer.load_plain_state(values)
-        if self.module.vision is not None:
-            self.module.vision.forget()
+        self.module.forget_pictures()
         self._version = version
         self._publish_masters()
 
@@ -244,6 +243,7 @@ class TrainEngine:
         if self.device.type == "cpu":
             return
         self._wait_until_read()
+        self.module.forget_pictures()
         states = self.optimizer.state_tensors().values()
         tensors = [v for state in states for v in state.values() if isinstance(v, Tensor)]
         self._collect_gradients()

@@ -87,6 +87,11 @@ class PackedModule(nn.Module):
             )
         return (self.vision.trained_rows if self.trains_vision else self.vision.rows)(pack.pictures)
 
+    def forget_pictures(self) -> None:
+        """Their features: the weights change, or the device's memory is others'."""
+        if self.vision is not None:
+            self.vision.forget()
+
     def can_use_flash(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether the GPU's attention kernels compute what this architecture asks for."""
         return can_use_flash(device, dtype) and not attention_packed.changes_scores(self.lm)

@@ -131,6 +131,7 @@ class FrozenModel(ABC):
 
     def offload(self) -> None:
         if self.world.device.type != "cpu":
+            self.module.forget_pictures()
             parameters = [local(p.detach()) for p in self.module.parameters()]
             self._shelf.put([*parameters, *self.module.buffers()])
             torch.cuda.empty_cache()
@@ -198,5 +199,4 @@ class ScoreModel(FrozenModel):
                 {**dict(self.module.lm.named_parameters()), **dict(self.module.stored_buffers())}, tensors
             )
         finally:
-            if self.module.vision is not None:
-                self.module.vision.forget()
+            self.module.forget_pictures()

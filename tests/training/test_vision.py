@@ -86,6 +86,24 @@ def test_a_frozen_tower_stays_as_it_is_and_is_published() -> None:
     assert any(".visual." in name for name in after)
 
 
+def test_a_trainer_that_leaves_its_device_keeps_no_features_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("qwen2_5_vl")
+    reader = load_pictures(model)
+    assert reader is not None
+    trainer = trainer_of(model, freeze_vision=True)
+    seen = [sample("a", *shown(reader, noise(16, 16)))]
+    wanted = trainer.logprobs(seen)[0]
+    engine = trainer.engine
+    assert engine.module.vision is not None and engine.module.vision._kept
+    for name in ("put", "drop"):
+        monkeypatch.setattr(engine.shelf, name, lambda tensors: None)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(engine, "device", torch.device("cuda"))
+        trainer.offload()
+    assert not engine.module.vision._kept
+    np.testing.assert_array_equal(trainer.logprobs(seen)[0], wanted)
+
+
 def test_pictures_are_refused_by_a_model_without_a_tower() -> None:
     reader = load_pictures(tiny("qwen2_5_vl"))
     assert reader is not None
