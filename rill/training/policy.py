@@ -348,10 +348,13 @@ class PolicyTrainer(StepTrainer):
             )
         if self._scorer is None:
             self._scorer = PackedScorer(self.engine.module.lm, max_len=self.config.micro_batch_tokens)
-        results: list[Floats] = [np.zeros(0, dtype=np.float32)] * len(sequences)
-        for part in plan_micro_batches([s.num_tokens for s in sequences], self.config.micro_batch_tokens):
-            scored = self._scorer([torch.from_numpy(sequences[i].token_ids) for i in part], temperature)
-            for index, values in zip(part, scored, strict=True):
+        results: list[Floats] = [np.zeros(s.num_tokens, dtype=np.float32) for s in sequences]
+        fitting = [i for i, sequence in enumerate(sequences) if self.batcher.fits(sequence)]
+        lengths = [sequences[i].num_tokens for i in fitting]
+        for part in plan_micro_batches(lengths, self.config.micro_batch_tokens):
+            chosen = [fitting[i] for i in part]
+            scored = self._scorer([torch.from_numpy(sequences[i].token_ids) for i in chosen], temperature)
+            for index, values in zip(chosen, scored, strict=True):
                 results[index] = (values.numpy() * sequences[index].wanted).astype(np.float32)
         return results
 

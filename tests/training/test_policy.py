@@ -284,6 +284,14 @@ def test_batch_invariant_logprobs_have_the_same_bits_alone_and_together() -> Non
     together = t.logprobs(samples)
     for sample, values in zip(samples, together, strict=True):
         np.testing.assert_array_equal(t.logprobs([sample])[0], values)
+    longest = max(sample.num_tokens for sample in samples)
+    short = trainer(
+        batch_invariant=True,
+        model={"shape": {**SHAPE, "head_dim": 16}},
+        micro_batch_tokens=longest - 1,
+        on_too_long="skip",
+    )
+    assert [len(v) for v in short.logprobs(samples)] == [len(v) for v in together], "0 where it is too long"
     for values, wanted in zip(
         together, t._recomputed(t._sequences(samples, every_token=True), 1.0), strict=True
     ):
