@@ -28,8 +28,9 @@ def within_groups(
     """`change` of the values of each group; a group is what has one key (a row of `keys`, where it is a matrix). With
     `alone`, a group of one has its value from there."""
     found = np.zeros_like(values) if alone is None else alone.copy()
+    fewest = 1 if alone is None else 2
     _, number, count = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
-    for group in np.flatnonzero(count > (alone is not None)):
+    for group in np.flatnonzero(count >= fewest):
         members = number.ravel() == group
         found[members] = change(values[members])
     return found

@@ -32,6 +32,12 @@ class Correction(LossPart, ABC):
         """The weight of each token."""
 
 
+def masking(weights_N: Tensor, mask_N: Tensor, *, renormalise: bool) -> CorrectionWeights:
+    """Weights of 0 and 1. `renormalise`: what is dropped leaves the aggregation's denominator too."""
+    kept_N = weights_N if renormalise else None
+    return CorrectionWeights(weights_N=weights_N, kept_N=kept_N, metrics=weight_metrics(weights_N, mask_N))
+
+
 def weight_metrics(weights_N: Tensor, mask_N: Tensor) -> dict[str, Metric]:
     """Moments of the weights as applied (finish_metrics makes correction/ess of them) and the share dropped."""
     return {

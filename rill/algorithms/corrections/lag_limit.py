@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rill.algorithms.base import Need, TokenBatch
 from rill.algorithms.checks import required
-from rill.algorithms.corrections.base import Correction, CorrectionWeights, weight_metrics
+from rill.algorithms.corrections.base import Correction, CorrectionWeights, masking
 from rill.config.base import PartConfig
 
 
@@ -27,8 +27,4 @@ class LagLimit(Correction):
     def weights(self, batch: TokenBatch) -> CorrectionWeights:
         """1 where lag ≤ max_lag, else 0."""
         weights_N = (required(batch, "lag_N") <= self.config.max_lag).to(batch.mask_N.dtype)
-        return CorrectionWeights(
-            weights_N=weights_N,
-            kept_N=weights_N if self.config.renormalise else None,
-            metrics=weight_metrics(weights_N, batch.mask_N),
-        )
+        return masking(weights_N, batch.mask_N, renormalise=self.config.renormalise)

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from rill.algorithms.base import TokenBatch
-from rill.algorithms.corrections.base import Correction, CorrectionWeights, weight_metrics
+from rill.algorithms.corrections.base import Correction, CorrectionWeights, masking
 from rill.algorithms.mismatch import log_ratio
 from rill.algorithms.segments import seq_max, seq_mean, seq_sum
 from rill.config.base import PartConfig
@@ -50,11 +50,7 @@ class SequenceMask(Correction):
         statistic_S = sequence_divergence(batch, self.config.estimator, self.config.reduction)
         keep_S = (statistic_S >= self.config.low) & (statistic_S <= self.config.high)
         weights_N = keep_S.to(batch.mask_N.dtype)[batch.seq_N]
-        return CorrectionWeights(
-            weights_N=weights_N,
-            kept_N=weights_N if self.config.renormalise else None,
-            metrics=weight_metrics(weights_N, batch.mask_N),
-        )
+        return masking(weights_N, batch.mask_N, renormalise=self.config.renormalise)
 
 
 def sequence_divergence(batch: TokenBatch, estimator: Estimator, reduction: Reduction) -> Tensor:
