@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
-from rill.errors import EngineError, RequestError, RillError, StuckError, UnsupportedError, WeightSyncError
+from rill.errors import EngineError, RequestError, StuckError, UnsupportedError, WeightSyncError
 from rill.inference.base import (
     Completion,
     Delta,
@@ -51,6 +52,8 @@ class FlightEngine(Generates):
 
     advice: Mapping[Feature, str] = {}
     """Of a subclass: how it comes to have a feature."""
+    takes_partial_weights = False
+    """Of a subclass: whether an update may lack parameters."""
 
     def __init__(self, name: str, where: str) -> None:
         """`where`: the engine as messages name it."""
@@ -80,7 +83,7 @@ class FlightEngine(Generates):
 
     def _check(self, request: Request) -> None:
         """Raises for what could not be answered, or cut short by the context, before anything is queued."""
-        check_request(request, self, getattr(self, "adapters", None))
+        check_request(request, self)
         length, wanted = len(request.token_ids), request.sampling.max_new_tokens
         if length + wanted > self.max_context:
             asked = f"request {request.id}: {length} prompt tokens and max_new_tokens={wanted}"
@@ -92,7 +95,8 @@ class FlightEngine(Generates):
         raise AssertionError
 
     async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
-        """Afterwards the engine has them, and nothing in its prefix cache is older."""
+        """Afterwards the engine has them, and nothing in its prefix cache is older. Whatever it raises, the engine is
+        unavailable until a whole update succeeds."""
         raise AssertionError
 
     async def _score_one(self, token_ids: TokenIds, adapter: str | None) -> Floats:
@@ -102,10 +106,10 @@ class FlightEngine(Generates):
     async def _flush(self) -> None:
         """Drop the prefix cache, where it can be told to."""
 
-    async def _release(self, level: MemoryLevel, *, is_first: bool) -> None:
-        """`is_first`: nothing is released yet; else a level before this one is."""
+    async def _release(self, level: MemoryLevel, before: MemoryLevel | None) -> None:
+        """Of what is released already, `before` is the level, a lower one."""
 
-    async def _restore(self) -> None: ...
+    async def _restore(self, released: MemoryLevel) -> None: ...
 
     async def _close(self) -> None: ...
 
@@ -172,16 +176,16 @@ class FlightEngine(Generates):
 
     def release(self, level: MemoryLevel) -> None:
         self._require(Feature.RELEASE_MEMORY)
-        if self._tasks:
-            raise EngineError(
-                f"{self.name}: release needs an idle engine, {len(self._tasks)} requests run: pause"
-            )
 
         async def release() -> None:
+            if self._tasks:
+                raise EngineError(
+                    f"{self.name}: release needs an idle engine, {len(self._tasks)} requests run: pause"
+                )
             self._is_held = True
             before, after = self._released, further(level, self._released)
             if after is not before:
-                await self._release(level, is_first=before is None)
+                await self._release(after, before)
                 self._released = after
 
         self._call(release(), "release", MOVE_TIMEOUT_S)
@@ -190,7 +194,8 @@ class FlightEngine(Generates):
         self._require(Feature.RELEASE_MEMORY)
 
         async def restore() -> None:
-            await self._restore()
+            if self._released is not None:
+                await self._restore(self._released)
             self._released = None
             self._go_on()
 
@@ -199,30 +204,28 @@ class FlightEngine(Generates):
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         """Requests under way are cut short, and go on from their tokens under the new weights."""
         self._require(Feature.UPDATE_WEIGHTS)
+        if partial and not self.takes_partial_weights:
+            raise UnsupportedError(f"{self.name}: its reload needs all parameters; publish whole weights")
         if partial and self._unavailable is not None:
             raise WeightSyncError(f"{self.name}: after a failed update only a whole one can follow")
         if version <= self.version:
             raise WeightSyncError(f"{self.name}: version {version} is not newer than {self.version}")
 
         async def swap() -> None:
-            await self._hold(cut=True)
-            try:
-                await self._load_weights(tensors, version, partial)
-            except UnsupportedError:
-                self._go_on()  # refused before anything was touched
-                raise
-            except RillError as error:
-                self._unavailable = f"the last weight update failed ({error}): update again"
-                if isinstance(error, WeightSyncError):
+            async with self._interruption():
+                try:
+                    await self._load_weights(tensors, version, partial)
+                except Exception as error:  # boundary: a sender, a disk and vLLM raise anything
+                    self._unavailable = f"the last weight update failed ({error}): update again"
+                    if isinstance(error, WeightSyncError):
+                        raise
+                    raise WeightSyncError(f"{self.name}: {error}") from error
+                except asyncio.CancelledError:
+                    self._unavailable = (
+                        "the last weight update was given up, who knows how far it came: update again"
+                    )
                     raise
-                raise WeightSyncError(f"{self.name}: {error}") from error
-            except asyncio.CancelledError:
-                self._unavailable = (
-                    "the last weight update was given up, who knows how far it came: update again"
-                )
-                raise
-            self.version, self._unavailable = version, None
-            self._go_on()
+                self.version, self._unavailable = version, None
 
         self._call(swap(), "update_weights", MOVE_TIMEOUT_S)
 
@@ -292,6 +295,15 @@ class FlightEngine(Generates):
         while not cut and (tasks := list(self._tasks.values())):
             await asyncio.wait(tasks)
 
+    @asynccontextmanager
+    async def _interruption(self) -> AsyncGenerator[None]:
+        """What runs is cut short, and goes on from its tokens afterwards."""
+        try:
+            await self._hold(cut=True)
+            yield
+        finally:
+            self._go_on()
+
     def _go_on(self) -> None:
         """Start everything that waits, unless paused, released or without usable weights."""
         if self._is_paused or self._released is not None or self._unavailable is not None:
@@ -303,9 +315,11 @@ class FlightEngine(Generates):
         flights = [flight for flight in self._flights.values() if is_wanted(flight)]
         for flight in flights:
             flight.is_aborted = True
-        await self._cut(flights)
-        for flight in flights:
-            self._end(flight, flight.aborted())
+        try:
+            await self._cut(flights)
+        finally:
+            for flight in flights:
+                self._end(flight, flight.aborted())
 
     # --- loop: one flight --------------------------------------------------------------------------------
 
@@ -314,14 +328,15 @@ class FlightEngine(Generates):
         if self._is_held:
             return  # _go_on() starts them
         for flight in flights:
-            if flight.request.id in self._flights and flight.request.id not in self._tasks:
-                task = self._loop.create_task(self._drive(flight), name=flight.request.id)
-                self._tasks[flight.request.id] = task
-                task.add_done_callback(self._forget_task)
+            name = flight.request.id
+            if self._flights.get(name) is flight and name not in self._tasks and not flight.is_aborted:
+                self._tasks[name] = task = self._loop.create_task(self._drive(flight))
+                task.add_done_callback(partial(self._forget_task, flight))
 
-    def _forget_task(self, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(task.get_name()) is task:
-            del self._tasks[task.get_name()]
+    def _forget_task(self, flight: Flight, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(flight.request.id) is task:
+            del self._tasks[flight.request.id]
+        self._start([flight])  # where it was told to go on while it was still being cut short
 
     async def _drive(self, flight: Flight) -> None:
         try:
@@ -343,9 +358,8 @@ class FlightEngine(Generates):
         tasks = [self._tasks[f.request.id] for f in flights if f.request.id in self._tasks]
         for task in tasks:
             task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        if tasks:
+            await asyncio.wait(tasks)
 
     def _end(self, flight: Flight, outcome: Completion | BaseException) -> None:
         if self._flights.pop(flight.request.id, None) is None:

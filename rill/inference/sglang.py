@@ -51,6 +51,8 @@ _FLUSH_RETRY_S = 0.05
 
 
 class SglangEngine(RemoteEngine):
+    takes_partial_weights = True
+
     class Config(RemoteConfig):
         type: Literal["sglang"] = "sglang"
         model: ModelConfig
@@ -74,8 +76,6 @@ class SglangEngine(RemoteEngine):
         self._admin = bearer(next(filter(None, map(os.environ.get, variables)), ""))
         self._expected = expected_shapes(config.model)
         self.vocab_size = int(load_model_config(config.model).get_text_config().vocab_size)
-        self._tags: list[str] = []
-        """Of what is released."""
         self.max_context = config.max_context or self._call(self._ask_context(), "server_info", 60.0)
 
     @property
@@ -160,17 +160,14 @@ class SglangEngine(RemoteEngine):
                     raise
             await asyncio.sleep(_FLUSH_RETRY_S)
 
-    async def _release(self, level: MemoryLevel, *, is_first: bool) -> None:
-        if is_first:
+    async def _release(self, level: MemoryLevel, before: MemoryLevel | None) -> None:
+        if before is None:
             await self._flush()  # it asserts that nothing runs
-        tags = [tag for tag in _TAGS[level] if tag not in self._tags]
-        await self._control("/release_memory_occupation", {"tags": tags})
-        self._tags += tags
+        num_before = 0 if before is None else len(_TAGS[before])
+        await self._control("/release_memory_occupation", {"tags": _TAGS[level][num_before:]})
 
-    async def _restore(self) -> None:
-        if self._tags:
-            await self._control("/resume_memory_occupation", {"tags": self._tags})
-            self._tags = []
+    async def _restore(self, released: MemoryLevel) -> None:
+        await self._control("/resume_memory_occupation", {"tags": _TAGS[released]})
 
     async def _control(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return await self._http.post(path, body, headers=self._admin)

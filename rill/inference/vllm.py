@@ -34,14 +34,13 @@ from rill.errors import (
     ModelError,
     RequestError,
     UnsupportedError,
-    WeightSyncError,
 )
 from rill.inference.base import Completion, Delta, Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.commands import MOVE_TIMEOUT_S
 from rill.inference.continued import Flight, reseeded
 from rill.inference.flight_engine import FlightEngine
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.requests import sampling_words, stop_reason_of
+from rill.inference.requests import check_adapter, sampling_words, stop_reason_of
 from rill.inference.vllm_worker import report_before_truncation, tie_head
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.runtime.process.scratch import ScratchFolder
@@ -152,10 +151,9 @@ class VllmEngine(FlightEngine):
             before = self._adapters.get(name)
             self._adapters[name] = adapter
             if before is not None:
-                await self._hold(cut=True)  # what is under way goes on with the new one
-                await self._emptied()
-                self._engine.remove_lora(before.lora_int_id)
-                self._go_on()
+                async with self._interruption():  # what is under way goes on with the new one
+                    await self._emptied()
+                    self._engine.remove_lora(before.lora_int_id)
 
         self._call(load(), "load_adapter", MOVE_TIMEOUT_S)
 
@@ -168,18 +166,13 @@ class VllmEngine(FlightEngine):
         self._call(unload(), "unload_adapter")
 
     async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
-        if partial:
-            raise UnsupportedError("vllm: its reload needs all parameters; publish whole weights")
         await self._emptied()
-        try:
-            # Copies: vLLM keeps a layer's tensors until it has all of them, and whoever sends may use his memory again
-            # for the next one.
-            copies = ((name, tensor.clone()) for name, tensor in checked(tensors, self._expected))
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
-            self._engine.collective_rpc(tie_head)
-            self._forget_prefixes()
-        except Exception as error:  # vLLM raises anything; half-loaded weights must not be used
-            raise WeightSyncError(f"vllm: {error}") from error
+        # Copies: vLLM keeps a layer's tensors until it has all of them, and whoever sends may use his memory again for
+        # the next one.
+        copies = ((name, tensor.clone()) for name, tensor in checked(tensors, self._expected))
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
+        self._engine.collective_rpc(tie_head)
+        self._forget_prefixes()
 
     async def _attempt(self, flight: Flight, request: Request) -> Completion:
         completion: Completion = await self._run(_Job(request, flight), self._words.sampling(request))
@@ -196,20 +189,18 @@ class VllmEngine(FlightEngine):
         return scores
 
     async def _flush(self) -> None:
-        await self._hold(cut=True)
-        await self._emptied()
-        self._forget_prefixes()
-        self._go_on()
+        async with self._interruption():
+            await self._emptied()
+            self._forget_prefixes()
 
-    async def _release(self, level: MemoryLevel, *, is_first: bool) -> None:
+    async def _release(self, level: MemoryLevel, before: MemoryLevel | None) -> None:
         """vLLM gives back weights and cache together, whatever the level; the weights wait in host memory."""
-        if is_first:
+        if before is None:
             await self._emptied()
             self._engine.sleep(level=1)
 
-    async def _restore(self) -> None:
-        if self._released is not None:
-            self._engine.wake_up()
+    async def _restore(self, released: MemoryLevel) -> None:
+        self._engine.wake_up()
 
     async def _emptied(self) -> None:
         """Nothing is in vLLM: attempts have been cut short, and what is scored ends soon."""
@@ -282,6 +273,7 @@ class VllmEngine(FlightEngine):
 
     def _check(self, request: Request) -> None:
         super()._check(request)
+        check_adapter(request, self.adapters)
         try:
             self._words.sampling(request)
         except Exception as error:  # boundary: vLLM's refusals share no base class

@@ -18,7 +18,7 @@ from typing import Literal
 import httpx
 import numpy as np
 
-from rill.errors import EngineError, UnsupportedError
+from rill.errors import EngineError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.continued import reseeded
 from rill.inference.openai import completion_chunks
@@ -59,7 +59,8 @@ class VllmServerEngine(RemoteEngine):
     @property
     def features(self) -> frozenset[Feature]:
         found = {Feature.STREAM, Feature.SCORE, Feature.PARTIAL_ROLLOUT, Feature.SEEDED}
-        found.add(Feature.UPDATE_WEIGHTS)
+        if self.config.is_extended:
+            found.add(Feature.UPDATE_WEIGHTS)
         if self.config.enable_sleep:
             found.add(Feature.RELEASE_MEMORY)
         return frozenset(found)
@@ -84,8 +85,6 @@ class VllmServerEngine(RemoteEngine):
         return scores
 
     async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
-        if partial:
-            raise UnsupportedError("vLLM's reload needs all parameters; publish whole weights")
         with ScratchFolder("weights", self.config.exchange_folder) as folder:
             path = folder.path / f"{version}.safetensors"
             Checkpoint.write(checked(tensors, self._expected), path)
@@ -95,12 +94,12 @@ class VllmServerEngine(RemoteEngine):
     async def _flush(self) -> None:
         await self._http.post("/reset_prefix_cache")
 
-    async def _release(self, level: MemoryLevel, *, is_first: bool) -> None:
+    async def _release(self, level: MemoryLevel, before: MemoryLevel | None) -> None:
         """Weights and cache together, whatever the level."""
-        if is_first:
+        if before is None:
             await self._http.post("/sleep?level=1")
 
-    async def _restore(self) -> None:
+    async def _restore(self, released: MemoryLevel) -> None:
         await self._http.post("/wake_up")
 
     async def _ask_context(self) -> int:

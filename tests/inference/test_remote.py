@@ -13,9 +13,9 @@ import httpx
 import numpy as np
 import pytest
 
-from rill.errors import EngineError, StuckError
+from rill.errors import EngineError, StuckError, WeightSyncError
 from rill.inference import flight_engine
-from rill.inference.base import Completion, Delta, Feature, NamedTensors, PauseMode, Request
+from rill.inference.base import Completion, Delta, Feature, MemoryLevel, NamedTensors, PauseMode, Request
 from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
 from rill.inference.vllm_server import VllmServerEngine
 from rill.models.loading import ModelConfig
@@ -27,7 +27,7 @@ def request(name: str) -> Request:
 
 
 class Scripted(RemoteEngine):
-    """Three tokens for everybody, from no server. An update never ends."""
+    """Three tokens for everybody, from no server. An update never ends where its sender does not fail."""
 
     features = frozenset({Feature.STREAM, Feature.UPDATE_WEIGHTS})
 
@@ -36,15 +36,22 @@ class Scripted(RemoteEngine):
         super().__init__(config, "scripted")
         self.max_context = 64
         self.num_streams = 0
+        self.token_s, self.end_s = 0.001, 0.0
+        self.num_updates = 0
 
     async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         self.num_streams += 1
-        for token in (7, 8, 9):
-            await asyncio.sleep(0.001)
-            reason = StopReason.LENGTH if token == 9 else None
-            yield Chunk(token_ids=[token], logprobs=[-1.0], stop_reason=reason)
+        try:
+            for token in (7, 8, 9):
+                await asyncio.sleep(self.token_s)
+                reason = StopReason.LENGTH if token == 9 else None
+                yield Chunk(token_ids=[token], logprobs=[-1.0], stop_reason=reason)
+        finally:
+            await asyncio.shield(asyncio.sleep(self.end_s))
 
     async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
+        self.num_updates += 1
+        list(tensors)
         await asyncio.sleep(60)
 
 
@@ -78,6 +85,38 @@ def test_an_update_that_was_given_up_leaves_the_engine_unavailable_and_not_silen
         engine.update_weights([], PolicyVersion(1))
     with pytest.raises(EngineError, match="update again"):
         engine.submit([request("after")])
+
+
+def test_an_update_that_is_given_up_before_it_began_does_not_begin_later(
+    engine: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.token_s = engine.end_s = 0.5  # the server is slow to let go of it
+    (future,) = engine.submit([request("a")])
+    monkeypatch.setattr(flight_engine, "MOVE_TIMEOUT_S", 0.1)
+    with pytest.raises(StuckError):
+        engine.update_weights([], PolicyVersion(1))
+    assert future.result(20).token_ids.tolist() == [7, 8, 9]
+    assert engine.num_updates == 0
+
+
+def test_an_update_whose_sender_or_disk_fails_is_a_weight_error_and_not_silence(engine: Scripted) -> None:
+    def sender() -> Iterator[tuple[str, Any]]:
+        raise OSError("no space left on device")
+        yield "never", None
+
+    with pytest.raises(WeightSyncError, match="no space left"):
+        engine.update_weights(sender(), PolicyVersion(1))
+    with pytest.raises(EngineError, match="no space left.*update again"):
+        engine.submit([request("after")])
+
+
+def test_memory_is_not_released_under_a_request_that_was_only_just_submitted(engine: Scripted) -> None:
+    engine.features = engine.features | {Feature.RELEASE_MEMORY}  # type: ignore[misc]
+    engine.token_s = 0.2
+    with pytest.raises(EngineError, match="1 requests run: pause"):
+        futures = engine.submit([request("a")])
+        engine.release(MemoryLevel.KV)
+    assert futures[0].result(5).token_ids.tolist() == [7, 8, 9]
 
 
 @pytest.mark.parametrize("method", ["resume", "flush", "pause", "update_weights"])
@@ -118,6 +157,7 @@ def test_what_goes_on_at_a_server_does_not_draw_the_same_numbers_again() -> None
         engine.generate(
             [Request(id=str(number), token_ids=ids, num_generated=count, sampling=sampling)], 10.0
         )
+    assert Feature.UPDATE_WEIGHTS not in engine.features, "only the worker extension can"
     seeds = [body["seed"] for body in asked]
     assert seeds[0] == 7 and seeds[1] == seeds[2] and len(set(seeds)) == 3
     engine.close()

@@ -21,6 +21,7 @@ class LLMEngine:
         self.requests: dict[str, Any] = {}
         self.aborted: list[str] = []
         self.fails = False
+        self.forgets = True
 
     def add_request(
         self, name: str, prompt: list[int], params: Request, lora_request: Any, priority: int
@@ -33,6 +34,9 @@ class LLMEngine:
         self.aborted += names
         for name in names:
             self.requests.pop(name, None)
+
+    def reset_prefix_cache(self) -> bool:
+        return self.forgets
 
     def step(self) -> list[Any]:
         time.sleep(0.002)
@@ -134,6 +138,15 @@ def test_what_an_update_interrupts_goes_on_with_its_tokens_and_both_versions(
     engine.resume()
     done: Completion = future.result(20)
     assert done.token_ids.tolist() == list(range(2, 402)) and set(done.versions.tolist()) == {0, 1}
+
+
+def test_requests_go_on_after_a_flush_also_where_vllm_refuses_it(engine: VllmEngine, llm: LLMEngine) -> None:
+    (future,) = engine.submit([request("long", length=400)])
+    until_it_runs(engine)
+    llm.forgets = False
+    with pytest.raises(EngineError, match="was not reset"):
+        engine.flush()
+    assert future.result(20).token_ids.tolist() == list(range(2, 402))
 
 
 def test_an_abort_keeps_the_tokens_and_a_refusal_is_the_requests_own(engine: VllmEngine) -> None:
