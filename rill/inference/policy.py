@@ -48,7 +48,8 @@ class PolicyClient:
         self._asked = asked
         self._seed = seed
         self.decode = decode
-        self._pending: list[tuple[Request, int, asyncio.Future[Completion]]] = []
+        self._pending: dict[int, list[tuple[Request, asyncio.Future[Completion]]]] = {}
+        """By epoch."""
 
     def episode(self, episode_id: str, answers: dict[str, Completion], epoch: int = 0) -> EpisodePolicy:
         """`answers` holds what the episode was told before, and gets what it is told now."""
@@ -63,13 +64,14 @@ class PolicyClient:
         answer: asyncio.Future[Completion] = loop.create_future()
         if not self._pending:
             loop.call_soon(self._flush)
-        self._pending.append((request, epoch, answer))
+        self._pending.setdefault(epoch, []).append((request, answer))
         return await answer
 
     def _flush(self) -> None:
-        pending, self._pending = self._pending, []
-        for epoch in sorted({epoch for _, epoch, _ in pending}):
-            self._submit([(request, answer) for request, of, answer in pending if of == epoch], epoch)
+        pending, self._pending = self._pending, {}
+        for epoch, asked in sorted(pending.items()):
+            if wanted := [one for one in asked if not one[1].cancelled()]:
+                self._submit(wanted, epoch)
 
     def _submit(self, asked: Sequence[tuple[Request, asyncio.Future[Completion]]], epoch: int) -> None:
         try:

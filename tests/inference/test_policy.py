@@ -97,6 +97,20 @@ def test_a_prompt_that_does_not_fit_costs_its_own_episode_alone() -> None:
     assert isinstance(second, TooLongError)
 
 
+def test_an_episode_that_was_cancelled_as_it_asked_keeps_no_other_waiting() -> None:
+    async def work() -> list[Completion | BaseException]:
+        client = PolicyClient(EngineGate(BrokenEngine()), seed=0, decode=str)  # type: ignore[arg-type]
+        asked = [
+            asyncio.ensure_future(client.episode(f"t{n}", {}).generate(PROMPT, SamplingParams(), name="a"))
+            for n in range(2)
+        ]
+        asyncio.get_running_loop().call_soon(asked[0].cancel)  # they have asked, and the engine has not heard
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
+
+    first, second = asyncio.run(work())
+    assert isinstance(first, asyncio.CancelledError) and isinstance(second, ZeroDivisionError)
+
+
 def test_an_answer_cut_off_is_kept_for_later() -> None:
     answers: dict[str, Completion] = {}
     with pytest.raises(asyncio.CancelledError):
