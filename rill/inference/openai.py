@@ -22,7 +22,6 @@ from rill.errors import ConfigError, EngineError
 from rill.inference.base import Feature, Request
 from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine, ServerHttp
 from rill.inference.requests import sampling_words, stop_reason_of
-from rill.types import StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +72,7 @@ class OpenAIEngine(RemoteEngine):
         body["prompt"] = tokenizer.decode(request.token_ids.tolist())
         (choice,) = (await self._http.post("/completions", body))["choices"]
         ids: list[int] = tokenizer.encode(choice["text"], add_special_tokens=False)
-        reason = StopReason.LENGTH if choice["finish_reason"] == "length" else StopReason.EOS
+        reason = stop_reason_of(choice["finish_reason"], choice.get("stop_reason"))
         yield Chunk(token_ids=ids, logprobs=[math.nan] * len(ids), stop_reason=reason)
 
     async def _ask_context(self) -> int:
@@ -131,14 +130,12 @@ def _optional_words(request: Request) -> dict[str, Any]:
 
 def read_choice(choice: dict[str, Any], usage: dict[str, Any] | None = None) -> Chunk:
     """One choice of a streamed completion."""
-    ids = choice.get("token_ids")
+    ids = choice.get("token_ids") or []
     reason = choice.get("finish_reason")
-    if ids is None:
-        if reason is None and choice.get("text"):
-            raise EngineError(
-                'the endpoint returns no token ids (`return_token_ids`): use mode = "text" with a tokenizer'
-            )
-        ids = []
+    if choice.get("token_ids") is None and choice.get("text"):
+        raise EngineError(
+            'the endpoint returns no token ids (`return_token_ids`): use mode = "text" with a tokenizer'
+        )
     if reason == "error":
         raise EngineError("the endpoint ended the request with an error")
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []

@@ -151,7 +151,7 @@ def plain_endpoint(http: httpx.Request) -> httpx.Response:
     if body.keys() - allowed:
         return httpx.Response(400, json={"error": {"message": "unknown key"}})
     if body.get("stream"):
-        chunk = {"choices": [{"index": 0, "text": "x", "finish_reason": None}]}
+        chunk = {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}  # all of it in one piece
         return httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
     assert body["prompt"] == "ab"
     return httpx.Response(200, json={"choices": [{"index": 0, "text": "cd", "finish_reason": "stop"}]})
