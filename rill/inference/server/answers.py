@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.responses import Response
@@ -29,31 +30,6 @@ from rill.inference.server.schemas import GenerationBody
 from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextCodec
 from rill.types import Floats, StopReason
-
-
-class Answer(Protocol):
-    """What a route asks the engine for, and what it makes of what comes back."""
-
-    name: str
-    """What /abort_requests calls it, for the same caller."""
-    is_streamed: bool
-    writes_tokens: bool
-    """Whether it tells of each token, and so does well to hear of them before the end."""
-
-    def requests(self) -> list[Request]: ...
-
-    async def whole(self, samples: Samples) -> dict[str, Any]: ...
-
-    async def prepare(self) -> None:
-        """Before the first event of a stream."""
-
-    def events(self, pieces: Sequence[Piece], samples: Samples) -> bytes:
-        """Of new pieces; with the last ones, also what ends a stream."""
-        ...
-
-    def failure(self, error: ApiError) -> bytes:
-        """The end of a stream that began well."""
-        ...
 
 
 class Columns:
@@ -72,17 +48,40 @@ class Columns:
         return {name: msgspec.Raw(b"[" + b",".join(parts) + b"]") for name, parts in self._parts.items()}
 
 
-class TokenwiseAnswer:
-    """What a whole answer tells of each token is written while further ones are made: the answers of a batch are often
-    due at one time, and the engine waits for the next requests then."""
+class Answer(ABC):
+    """What a route asks the engine for, and what it makes of what comes back.
 
-    def __init__(self) -> None:
+    What a whole answer tells of each token is written while further ones are made: the answers of a batch are often due
+    at one time, and the engine waits for the next requests then.
+    """
+
+    def __init__(self, name: str, *, is_streamed: bool, writes_tokens: bool) -> None:
+        """`name`: what /abort_requests calls it, for the same caller. `writes_tokens`: whether it tells of each token,
+        and so does well to hear of them before the end."""
+        self.name, self.is_streamed, self.writes_tokens = name, is_streamed, writes_tokens
         self._columns: defaultdict[int, Columns] = defaultdict(Columns)
         """By sample."""
 
     @abstractmethod
+    def requests(self) -> list[Request]: ...
+
+    @abstractmethod
+    async def whole(self, samples: Samples) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def events(self, pieces: Sequence[Piece], samples: Samples) -> bytes:
+        """Of new pieces; with the last ones, also what ends a stream."""
+
+    @abstractmethod
     def lists(self, piece: Piece) -> dict[str, Any]:
         """By their names, with an entry for each token."""
+
+    async def prepare(self) -> None:
+        """Before the first event of a stream."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The end of a stream that began well."""
+        return event({"error": error_fields(error)}) + DONE
 
     async def wholes(self, samples: Samples) -> list[tuple[Piece, dict[str, Any]]]:
         """Each sample, and its lists."""
@@ -91,25 +90,21 @@ class TokenwiseAnswer:
     def write(self, piece: Piece) -> None:
         self._columns[piece.index].add(self.lists(piece))
 
-    async def prepare(self) -> None: ...
 
-    def failure(self, error: ApiError) -> bytes:
-        return event({"error": error_fields(error)}) + DONE
-
-
-class OpenAIAnswer(TokenwiseAnswer):
+class OpenAIAnswer(Answer):
     prefix: ClassVar[str]
     """Of its id."""
     kinds: ClassVar[tuple[str, str]]
     """What a whole answer and a chunk of a stream call themselves."""
 
     def __init__(self, state: ServerState, body: GenerationBody, prompts: list[list[int]]) -> None:
-        super().__init__()
-        self.state, self.body, self.prompts = state, body, prompts
         self.id = new_id(self.prefix)
-        self.name = body.request_id or self.id
-        self.is_streamed = bool(body.stream)
-        self.writes_tokens = bool(body.return_token_ids)
+        super().__init__(
+            body.request_id or self.id,
+            is_streamed=bool(body.stream),
+            writes_tokens=bool(body.return_token_ids),
+        )
+        self.state, self.body, self.prompts = state, body, prompts
         self.created = int(time.time())
         self.model = body.model or state.config.model_name
         if body.stream_options is not None and not body.stream:
@@ -177,17 +172,13 @@ async def respond(call: Call, answer: Answer) -> Response:
         except (ApiError, RillError) as error:  # the status line is sent already
             return answer.failure(to_api_error(error)), True
 
-    is_under_way = False
-    try:
+    with ExitStack() as held:
+        held.callback(samples.close)
         if not answer.is_streamed:
             return json_response(await answer.whole(samples))
         await samples.begun()
         await answer.prepare()
-        is_under_way = True
-        return EventStream(next_events, samples.close)
-    finally:
-        if not is_under_way:
-            samples.close()
+        return EventStream(next_events, on_close=held.pop_all().close)
 
 
 _FINISH = {StopReason.LENGTH: "length", StopReason.ABORTED: "abort", StopReason.ERROR: "error"}

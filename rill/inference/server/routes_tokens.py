@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from rill.inference.base import Completion, Feature
 from rill.inference.base import Request as EngineRequest
-from rill.inference.server.answers import TokenwiseAnswer, finish_reason, logprob_entries, respond, usage
+from rill.inference.server.answers import Answer, finish_reason, logprob_entries, respond, usage
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, Samples, finite
 from rill.inference.server.http import DONE, Access, Call, Routes, event
@@ -57,12 +57,11 @@ async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
     return {"prompt": state.codec.decode(body.tokens, skip_special_tokens=False)}
 
 
-class _Answer(TokenwiseAnswer):
+class _Answer(Answer):
     def __init__(self, state: ServerState, body: GenerateBody) -> None:
-        super().__init__()
+        name = body.request_id or new_id("gen")
+        super().__init__(name, is_streamed=bool(body.stream), writes_tokens=True)
         self._state, self._body = state, body
-        self.name = body.request_id or new_id("gen")
-        self.is_streamed, self.writes_tokens = bool(body.stream), True
         self._head: dict[str, Any] = {"request_id": self.name, "model": body.model}
         self._first: dict[str, Any] = {}
 
