@@ -171,6 +171,21 @@ def test_a_replica_that_joins_after_a_rewind_is_rewound_too(router: Router) -> N
     assert [slot.replica.version for slot in router.slots] == [1, 1]
 
 
+def test_a_replica_that_joins_after_a_version_came_a_second_time_has_all_that_the_others_have(
+    router: Router,
+) -> None:
+    wait_for(lambda: ready(router) == 2)
+    version = PolicyVersion(router.version + 1)
+    router.update_weights([("a", torch.ones(3))], version)
+    router.update_weights([("b", torch.ones(3))], PolicyVersion(version + 1), partial=True)
+    router.rewind()
+    router.update_weights([("b", torch.ones(3))], version, partial=True)
+    router.slots[0].replica.kill()
+    wait_for(lambda: ready(router) == 1)
+    wait_for(lambda: ready(router) == 2)
+    assert [slot.replica.version for slot in router.slots] == [version, version]
+
+
 def test_a_callback_that_raises_stops_neither_its_request_nor_its_replica(router: Router) -> None:
     wait_for(lambda: ready(router) == 2)
 
@@ -208,8 +223,11 @@ def test_a_replica_whose_engine_died_is_replaced_and_its_requests_go_on(tmp_path
         assert router.stats().extra["retried"] >= 1  # more where a busy machine is slow to show its health
 
 
+@pytest.mark.parametrize(
+    "error", [WeightSyncError("not like the others"), ZeroDivisionError("a bug")], ids=repr
+)
 def test_a_replica_that_cannot_be_made_like_the_others_is_not_left_behind(
-    router: Router, monkeypatch: pytest.MonkeyPatch
+    router: Router, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     wait_for(lambda: ready(router) == 2)
     started: list[ReplicaProcess] = []
@@ -217,7 +235,7 @@ def test_a_replica_that_cannot_be_made_like_the_others_is_not_left_behind(
     def refuse(replica: ReplicaProcess) -> None:
         started.append(replica)
         if len(started) == 1:
-            raise WeightSyncError("not like the others")
+            raise error
 
     monkeypatch.setattr(router, "_catch_up", refuse)
     engine = router.slots[0].replica

@@ -17,6 +17,7 @@ before it takes a request.
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import tempfile
 import threading
@@ -129,7 +130,7 @@ class Router(Generates):
         self._telling = threading.Lock()
         """Held while all are told something, and while a late joiner is told everything: it misses nothing."""
         self._told: dict[tuple[str, str], _Told] = {}
-        """By method, and the adapter or version that it is about; in the order in which a late joiner is told."""
+        """By method, and the adapter or the weights' folder that it is about; as late joiners are told."""
         self.is_closed = False
         self._spill = ScratchFolder("replicas")
         self._cluster = Cluster()
@@ -222,7 +223,7 @@ class Router(Generates):
         with self.lock:
             wanted = set(self._flights if request_ids is None else request_ids)
             parked = [f for f in self._waiting if f.request.id in wanted]
-            self._waiting = [f for f in self._waiting if f not in parked]
+            self._waiting = [f for f in self._waiting if f.request.id not in wanted]
             for request_id in wanted & self._flights.keys():
                 self._flights[request_id].is_aborted = True
         for flight in parked:
@@ -311,7 +312,7 @@ class Router(Generates):
             if not partial:
                 for key in [key for key in self._told if key[0] in ("update_weights", "rewind")]:
                     self._forget(*key)
-            self._told["update_weights", str(version)] = told
+            self._told["update_weights", folder.name] = told
             self.version = version
         with self.lock:
             self._prefixes.forget()
@@ -411,6 +412,7 @@ class Router(Generates):
             self._changed.notify_all()
             self._prefixes.forget(replica.name)
             lost = [flight for flight in self._flights.values() if flight.replica is replica]
+        moved = []
         for flight in lost:
             flight.num_losses += 1
             ended = flight.already_ended()
@@ -421,8 +423,10 @@ class Router(Generates):
                 self._end(flight, EngineError(message))
             else:
                 flight.restart()
-                self._num_retried += 1
-                self._dispatch([flight])
+                moved.append(flight)
+        with self.lock:
+            self._num_retried += len(moved)
+        self._dispatch(moved)
 
     def _end(self, flight: Flight, outcome: Completion | BaseException) -> None:
         with self.lock:
@@ -437,10 +441,11 @@ class Router(Generates):
         would wait forever, fails."""
         with self.lock:
             limit = time.monotonic() - self.config.start_timeout_s
-            is_hopeless = all(map(self.is_given_up, self.slots))
-            late = [f for f in self._waiting if is_hopeless or f.parked_at < limit]
-            waiting = [f for f in self._waiting if f not in late] if self.ready() else []
-            self._waiting = [f for f in self._waiting if f not in late and f not in waiting]
+            if all(map(self.is_given_up, self.slots)):
+                limit = math.inf
+            late = [f for f in self._waiting if f.parked_at < limit]
+            waiting = [f for f in self._waiting if f.parked_at >= limit]
+            waiting, self._waiting = (waiting, []) if self.ready() else ([], waiting)
         for flight in late:
             self._end(flight, EngineError("no replica is alive to take this request"))
         self._dispatch(waiting)
@@ -500,7 +505,7 @@ class Router(Generates):
                         raise EngineError("the router is closed")
                     slot.replica, slot.is_starting, slot.num_failed_starts = replica, False, 0
                     self._changed.notify_all()
-        except (RillError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 boundary: whatever it is, the place must not stay empty for ever
             if replica is not None:
                 replica.kill()  # loaded, but not like the others: it must not keep a device's memory
             if self.is_closed:
