@@ -179,7 +179,7 @@ class Replica(Worker):
     def submit(self, requests: Sequence[Request]) -> None:
         try:
             futures = self._engine.submit(requests, self._outbox.add)
-        except RillError as error:
+        except Exception as error:  # noqa: BLE001 boundary: nobody waits for this call, those who asked must hear of it
             if len(requests) > 1:  # the others, of other clients perhaps, are not to blame
                 for request in requests:
                     self.submit([request])

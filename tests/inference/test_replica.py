@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from rill.errors import EngineError
-from rill.inference.base import Completion, Delta, TopTokens
-from rill.inference.replica import End, Outbox, PackedDeltas, PackedEnds
+from rill.inference.base import Completion, Delta, Request, TopTokens
+from rill.inference.replica import End, Outbox, PackedDeltas, PackedEnds, Replica
 from rill.types import StopReason
 
 
@@ -62,6 +64,20 @@ def test_news_come_together_deltas_before_ends_and_no_token_twice() -> None:
     ends = packed_ends.unpack()
     assert isinstance(ends[0], Completion) and ends[0].token_ids.tolist() == [1, 2, 3]
     assert outbox.take(0.01) == (None, None)
+
+
+def test_what_an_engine_raises_as_it_is_asked_is_told_to_those_who_asked() -> None:
+    class Broken:
+        def submit(self, requests: Sequence[Request], on_delta: Any) -> Any:
+            raise ZeroDivisionError("a bug")
+
+    replica = object.__new__(Replica)
+    replica._engine, replica._outbox = Broken(), Outbox()  # type: ignore[assignment]
+    replica.submit([Request(id=name, token_ids=np.ones(1, np.int32)) for name in "ab"])
+    _, packed_ends = replica.news(1.0)
+    assert packed_ends is not None
+    (first, error), (second, _) = packed_ends.unpack()
+    assert (first, second) == ("a", "b") and isinstance(error, EngineError) and "a bug" in str(error)
 
 
 def test_ends_come_with_all_that_belongs_to_them_and_failures_beside_them() -> None:
