@@ -198,7 +198,7 @@ def stop_detail(completion: Completion | None) -> str | int | None:
 
 
 def usage(num_prompt: int, samples: Samples) -> dict[str, Any]:
-    num_completion = sum(len(c.token_ids) for c in samples.completions)
+    num_completion = sum(len(c.token_ids) for c in samples.completions.values())
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,

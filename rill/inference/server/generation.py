@@ -219,12 +219,13 @@ class Generation:
         del self._under_way[samples]
         self._admission.__exit__(None, None, None)
         if samples.num_left:
-            self.metrics.num_aborted += len(samples.request_ids)
+            self.metrics.num_aborted += samples.num_left
             self._aborts.submit(self._abort_quietly, samples.request_ids)
 
     async def abort(self, names: Collection[tuple[str, str]]) -> int:
         """End what runs under these names; how many requests that were. They are answered with what they have."""
-        ids = [i for samples, name in self._under_way.items() if name in names for i in samples.request_ids]
+        asked = [samples for samples, name in self._under_way.items() if name in names]
+        ids = [i for samples in asked for i in samples.request_ids if i not in samples.completions]
         if ids:
             self.metrics.num_aborted += len(ids)
             await asyncio.get_running_loop().run_in_executor(self._aborts, self._engine.abort, ids)
@@ -256,8 +257,8 @@ class Samples:
         """Whether one has come; set on the engine's thread."""
         self.num_left = 0
         """How many have not ended, of those that the engine has taken."""
-        self.completions: list[Completion] = []
-        """Of those that have, in that order."""
+        self.completions: dict[str, Completion] = {}
+        """Of those that have, by the request's id."""
         self._owner = owner
         self._requests = requests
         self._receive = receive
@@ -265,7 +266,6 @@ class Samples:
         """What its client says next, while that is awaited."""
         self._index = {r.id: i for i, r in enumerate(requests)}
         self._received = [0] * len(requests)
-        self._ended: set[str] = set()
         self._gathered: list[list[Delta]] = [[] for _ in requests]
         self._num_gathered = [0] * len(requests)
         self._news: list[News] = []
@@ -308,12 +308,11 @@ class Samples:
 
     @property
     def num_cached_tokens(self) -> int:
-        """A prompt is counted once: of it, what each of its samples found in the cache."""
+        """Once all have ended. A prompt is counted once: of it, what each of its samples found in the cache."""
         found: dict[int, int] = {}
-        for completion in self.completions:
-            prompt = self._requests[self._index[completion.request_id]].token_ids
-            known = found.get(id(prompt), len(prompt))
-            found[id(prompt)] = min(known, completion.num_cached_tokens)
+        for request in self._requests:
+            prompt, num_cached = request.token_ids, self.completions[request.id].num_cached_tokens
+            found[id(prompt)] = min(found.get(id(prompt), len(prompt)), num_cached)
         return sum(found.values())
 
     async def whole(self, write: Callable[[Piece], None] = lambda _: None) -> list[Piece]:
@@ -324,8 +323,8 @@ class Samples:
                 write(piece)
         if not self.completions:
             self._count()
-        done = {self._index[completion.request_id]: completion for completion in self.completions}
-        return [Piece(index=index, completion=done[index], **done[index].part()) for index in sorted(done)]
+        done = [self.completions[request_id] for request_id in self.request_ids]
+        return [Piece(index=index, completion=each, **each.part()) for index, each in enumerate(done)]
 
     async def begun(self) -> None:
         """Waits for the first news; raises where they are that a sample failed, or that somebody gave up."""
@@ -358,7 +357,7 @@ class Samples:
         metrics = self._owner.metrics
         metrics.latency_s.observe(time.perf_counter() - self._opened_at)
         metrics.num_prompt_tokens += sum([len(request.token_ids) for request in self._requests])
-        for completion in self.completions:
+        for completion in self.completions.values():
             metrics.num_completion_tokens += len(completion.token_ids)
             metrics.completion_tokens.observe(len(completion.token_ids))
 
@@ -376,13 +375,12 @@ class Samples:
             except Exception as failure:  # noqa: BLE001 - whatever it is, it is the answer's to raise
                 self._failure = self._failure or failure
         self.num_left -= len(done)
-        self.completions += done
-        self._ended.update([completion.request_id for completion in done])
+        self.completions |= {completion.request_id: completion for completion in done}
         # One that has ended has overtaken its last deltas; and the last of all is told with what ended it.
         new = [
             delta
             for delta in deltas
-            if len(delta.token_ids) and delta.stop_reason is None and delta.request_id not in self._ended
+            if len(delta.token_ids) and delta.stop_reason is None and delta.request_id not in self.completions
         ]
         packed = PackedDeltas.pack(new) if len(new) > 1 else None
         pieces = []
