@@ -76,12 +76,9 @@ class OpenAIEngine(RemoteEngine):
         yield Chunk(token_ids=ids, logprobs=[math.nan] * len(ids), stop_reason=reason)
 
     async def _ask_context(self) -> int:
-        answer = await self._http.get("/models")
-        for card in (answer or {}).get("data", []):
-            if card.get("id") == self.config.model:
-                self.vocab_size = card.get("vocab_size")  # rill's server says
-                return int(card.get("max_model_len") or _USUAL_CONTEXT)
-        return _USUAL_CONTEXT
+        card = await model_card(self._http, "/models", self.config.model)
+        self.vocab_size = card.get("vocab_size")  # rill's server says
+        return int(card.get("max_model_len") or _USUAL_CONTEXT)
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         from rill.models.loading import ModelConfig, load_tokenizer
@@ -91,6 +88,12 @@ class OpenAIEngine(RemoteEngine):
         return load_tokenizer(ModelConfig(path=self.config.tokenizer, tokenizer=self.config.tokenizer))
 
 
+async def model_card(http: ServerHttp, path: str, model: str) -> dict[str, Any]:
+    """What the endpoint says of this model; empty where it says nothing."""
+    answer = await http.get(path)
+    return next((card for card in (answer or {}).get("data", []) if card.get("id") == model), {})
+
+
 async def completion_chunks(
     http: ServerHttp, path: str, request: Request, model: str
 ) -> AsyncGenerator[Chunk, None]:
@@ -98,7 +101,7 @@ async def completion_chunks(
     async with aclosing(http.events(path, completion_body(request, model))) as events:
         async for event in events:
             for choice in event["choices"]:
-                yield read_choice(choice, event.get("usage"))
+                yield _read_choice(choice)
 
 
 def completion_body(request: Request, model: str) -> dict[str, Any]:
@@ -128,7 +131,7 @@ def _optional_words(request: Request) -> dict[str, Any]:
     }
 
 
-def read_choice(choice: dict[str, Any], usage: dict[str, Any] | None = None) -> Chunk:
+def _read_choice(choice: dict[str, Any]) -> Chunk:
     """One choice of a streamed completion."""
     ids = choice.get("token_ids") or []
     reason = choice.get("finish_reason")
@@ -141,7 +144,6 @@ def read_choice(choice: dict[str, Any], usage: dict[str, Any] | None = None) -> 
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
     if len(logprobs) != len(ids):
         raise EngineError(f"the endpoint gave {len(ids)} tokens with {len(logprobs)} log-probabilities")
-    details = (usage or {}).get("prompt_tokens_details") or {}
     matched = choice.get("stop_reason")
     return Chunk(
         token_ids=ids,
@@ -149,5 +151,4 @@ def read_choice(choice: dict[str, Any], usage: dict[str, Any] | None = None) -> 
         versions=choice.get("token_versions"),
         stop_reason=None if reason is None else stop_reason_of(reason, matched),
         stop_text=matched if isinstance(matched, str) else None,
-        num_cached_tokens=details.get("cached_tokens") or 0,
     )

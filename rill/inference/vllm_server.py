@@ -21,7 +21,7 @@ import numpy as np
 from rill.errors import EngineError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.continued import reseeded
-from rill.inference.openai import completion_chunks
+from rill.inference.openai import completion_chunks, model_card
 from rill.inference.parameters import Checkpoint, checked, expected_shapes
 from rill.inference.remote import Chunk, RemoteConfig, RemoteEngine
 from rill.models.loading import ModelConfig, load_model_config
@@ -103,8 +103,7 @@ class VllmServerEngine(RemoteEngine):
         await self._http.post("/wake_up")
 
     async def _ask_context(self) -> int:
-        answer = await self._http.get("/v1/models")
-        for card in (answer or {}).get("data", []):
-            if card.get("id") == self.config.served_name:
-                return int(card["max_model_len"])
-        raise EngineError(f"the server at {self._http.url} does not serve {self.config.served_name!r}")
+        card = await model_card(self._http, "/v1/models", self.config.served_name)
+        if not card:
+            raise EngineError(f"the server at {self._http.url} does not serve {self.config.served_name!r}")
+        return int(card["max_model_len"])

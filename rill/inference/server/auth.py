@@ -37,9 +37,9 @@ class KeyRing:
 
     def check_admin(self, scope: Scope) -> None:
         request = HTTPConnection(scope)
-        if self._admin is None and _is_local(request):
-            return
         if self._admin is None:
+            if _is_local(request):
+                return
             who = "administration from other machines, through a proxy or from a web page"
             raise ApiError(403, f"{who} needs an admin key: start the server with one")
         digest = _given_digest(request, "this route needs the admin key")

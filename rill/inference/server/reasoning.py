@@ -13,11 +13,6 @@ from rill.data.tool_calls import held_back
 OPEN, CLOSE = "<think>", "</think>"
 
 
-def is_taught(chat_template: str) -> bool:
-    """Whether a chat template knows such blocks."""
-    return CLOSE in chat_template
-
-
 class ReasoningStream:
     """Splits growing text into (reasoning, answer)."""
 

@@ -15,7 +15,7 @@ from rill.inference.server.config import ServerConfig
 from rill.inference.server.errors import ApiError, bad_request
 from rill.inference.server.generation import Generation
 from rill.inference.server.metrics import Metrics
-from rill.inference.server.reasoning import is_taught
+from rill.inference.server.reasoning import CLOSE
 from rill.inference.server.text import TextCodec
 from rill.inference.server.weights import WeightInbox
 
@@ -70,8 +70,8 @@ class ServerState:
         self.engine, self.codec, self.config, self.model = engine, codec, config, model
         self.tool_syntax = SYNTAXES.get(config.tool_syntax) or detect_syntax(codec.chat_template)
         """How this model writes tool calls."""
-        taught = config.reasoning == "auto" and is_taught(codec.chat_template)
-        self.has_reasoning = config.reasoning == "think" or taught
+        is_taught = config.reasoning == "auto" and CLOSE in codec.chat_template
+        self.has_reasoning = config.reasoning == "think" or is_taught
         """Its answers may begin with a block of reasoning."""
         self.keys = KeyRing(config)
         self.admission = Admission(config.max_concurrent)

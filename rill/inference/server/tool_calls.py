@@ -88,7 +88,7 @@ def _object_at(text: str, start: int) -> str:
 
 def forced_call(syntax: ToolSyntax, tools: Sequence[Tool], name: str | None) -> Guide:
     """A grammar of one call, of the tool of that name or of any; for the syntaxes that are JSON."""
-    key = {id(SYNTAXES["hermes"]): "arguments", id(SYNTAXES["llama"]): "parameters"}.get(id(syntax))
+    key = {SYNTAXES["hermes"]: "arguments", SYNTAXES["llama"]: "parameters"}.get(syntax)
     chosen = [tool for tool in tools if name in (None, tool.function.name)]
     if not chosen:
         raise bad_request(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
