@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import rill
+from rill.data.tool_calls import SYNTAXES
 from rill.inference.base import EngineStats, PauseMode
 from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.inference.server.text import TextCodec
@@ -483,6 +484,11 @@ def test_a_long_prompt_does_not_keep_answers_from_being_written(
 
 def test_the_version_is_told(client: httpx.Client) -> None:
     assert client.get("/version").json() == {"version": rill.__version__}
+
+
+def test_every_syntax_of_tool_calls_that_is_read_can_be_named() -> None:
+    for name in SYNTAXES:
+        assert ServerConfig(tool_syntax=name).tool_syntax == name  # type: ignore[arg-type]
 
 
 def test_an_admin_key_that_is_also_a_client_key_is_refused() -> None:

@@ -18,8 +18,8 @@ class ServerConfig(Config):
     """0: the system picks a free port."""
     model_name: str = "model"
     """The name clients ask for, and that /v1/models lists."""
-    tool_syntax: Literal["auto", "hermes", "qwen_xml", "llama", "mistral"] = "auto"
-    """How the model writes tool calls; see tool_calls.py. auto: what its chat template shows."""
+    tool_syntax: Literal["auto", "hermes", "qwen_xml", "llama", "mistral", "glm", "kimi", "deepseek"] = "auto"
+    """How the model writes tool calls; see rill/data/tool_calls.py. auto: what its chat template shows."""
     reasoning: Literal["auto", "think", "none"] = "auto"
     """Whether a block `<think>…</think>` at the beginning of an answer is handed out as reasoning_content. auto: where
     the chat template knows such blocks."""
