@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,6 +60,25 @@ def test_openais_client_gets_the_same_from_a_response_and_from_its_stream(url: s
         message, call = response.output
         assert message.content[0].text.strip() == "Hm." and call.arguments == '{"item": "tea"}'
         assert response.status == "completed" and response.usage.output_tokens > 10
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/responses", {"input": "a", "max_output_tokens": 400}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400}),
+    ],
+)
+def test_an_answer_is_aborted_by_the_id_that_its_client_sees(path: str, asked: dict[str, Any]) -> None:
+    engine = FakeEngine(FakeEngine.Config(step_s=0.01))
+    config = ServerConfig(port=0)
+    with BackgroundServer(create_app(engine, engine.tokenizer, config), config) as server:
+        with http.stream("POST", f"{server.url}{path}", json=asked | {"stream": True}) as response:
+            lines = response.iter_lines()
+            name = next(found[1] for line in lines if (found := re.search(r'"id":"((resp|msg)_\w+)"', line)))
+            answer = http.post(f"{server.url}/abort_requests", json={"request_ids": [name]})
+            assert answer.json()["aborted"] == 1 and sum(1 for _ in lines) < 400
+    engine.close()
 
 
 def test_mistakes_are_told_in_the_words_of_the_dialect(url: str) -> None:

@@ -61,6 +61,7 @@ class _Translated(ChatAnswer):
         self.writes_tokens = False
         self._answer = Answer(id=self.id.removeprefix("chatcmpl-"), model=self.model, created=self.created)
         """With what was said so far."""
+        self.name = dialect.whole(self._answer)["id"]
         self._stream = dialect.stream(self._answer)
         self._is_begun = False
 
