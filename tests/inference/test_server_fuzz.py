@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from rill.inference.server import BackgroundServer, ServerConfig, create_app
+from rill.inference.server.run import ROUTES
+from rill.inference.server.schemas import Body
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.plain_http import http
 
@@ -180,6 +182,14 @@ _VALID = {
     "prompt": "a", "messages": [{"role": "user", "content": "hi"}], "tokens": [40], "token_ids": [40],
     "lora_name": "a", "lora_path": "nowhere", "input": "a", "request_ids": ["a"], "weight_dir": "nowhere",
 }  # fmt: skip
+
+
+def test_null_asks_for_nothing() -> None:
+    bodies = {endpoint.body for module in ROUTES for endpoint in module.routes} - {None}
+    for body in (each for each in bodies if issubclass(each, Body)):
+        required = {name: _VALID[name] for name, field in body.model_fields.items() if field.is_required()}
+        others = body.model_fields.keys() - required.keys() - {"max_tokens"}  # where it is "no limit"
+        assert body.model_validate(required | dict.fromkeys(others)) == body.model_validate(required), body
 
 
 def test_every_route_is_fuzzed() -> None:

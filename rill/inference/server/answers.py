@@ -101,8 +101,8 @@ class OpenAIAnswer(Answer):
         self.id = new_id(self.prefix)
         super().__init__(
             body.request_id or self.id,
-            is_streamed=bool(body.stream),
-            writes_tokens=bool(body.return_token_ids),
+            is_streamed=body.stream,
+            writes_tokens=body.return_token_ids,
         )
         self.state, self.body, self.prompts = state, body, prompts
         self.created = int(time.time())

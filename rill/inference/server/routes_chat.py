@@ -55,7 +55,7 @@ class _Sample:
         kept = state.codec.special_ids_of(markers) if has_marks else frozenset()
         self._text = TextStream(state.codec, body, kept, before=prompt if body.continue_final_message else ())
         self._reasoning = ReasoningStream(is_open=is_reasoning) if state.has_reasoning else None
-        parallel = body.parallel_tool_calls is not False
+        parallel = body.parallel_tool_calls
         self._tools = ToolCallStream(syntax, body.tools or [], parallel=parallel) if has_tools else None
 
     def feed(self, piece: Piece, *, in_parts: bool) -> Said:
@@ -88,7 +88,7 @@ class ChatAnswer(OpenAIAnswer):
         if body.tool_choice not in (None, "none") and not body.tools:
             raise bad_request("tool_choice needs tools", "tool_choice")
         self.body: ChatBody = body
-        self.writes_tokens |= bool(body.logprobs)
+        self.writes_tokens |= body.logprobs
         self._prompt, self._pictures = prompt, pictures
         has_tools = bool(body.tools) and body.tool_choice != "none"
         end = state.codec.decode(prompt[-8:], skip_special_tokens=False) if state.has_reasoning else ""
@@ -157,7 +157,7 @@ class ChatAnswer(OpenAIAnswer):
     def lists(self, piece: Piece) -> dict[str, Any]:
         if not self.body.logprobs:
             return super().lists(piece)
-        as_ids = bool(self.body.return_tokens_as_token_ids)
+        as_ids = self.body.return_tokens_as_token_ids
         return super().lists(piece) | {"content": logprob_entries(self.state.codec, piece, as_ids=as_ids)}
 
     def _choice(

@@ -36,7 +36,7 @@ routes = Routes()
 async def create_completion(call: Call, body: CompletionBody) -> Response:
     if body.stream and body.echo:
         raise bad_request("echo cannot be streamed", "echo", "unsupported")
-    if body.max_tokens == 0 and (not body.echo or body.stream or (body.n or 1) != 1):
+    if body.max_tokens == 0 and (not body.echo or body.stream or body.n != 1):
         raise bad_request("max_tokens of 0 needs echo, n=1 and no stream: it scores the prompt", "max_tokens")
     prompts = await _encode_all(call.state.codec, body.prompt, param="prompt")
     return await respond(call, _Answer(call.state, body, prompts))
@@ -95,7 +95,7 @@ class _Answer(OpenAIAnswer):
         super().__init__(state, body, prompts)
         self.body: CompletionBody = body
         self.writes_tokens |= body.logprobs is not None
-        self._num_samples = body.n or 1
+        self._num_samples = body.n
         self._texts: dict[int, TextStream] = {}
         """By sample, once it has begun."""
         self._echoed = (
@@ -187,7 +187,7 @@ class _Answer(OpenAIAnswer):
         return choice
 
     def _logprobs(self, piece: Piece, offset: int) -> tuple[dict[str, Any], int]:
-        as_ids = bool(self.body.return_tokens_as_token_ids)
+        as_ids = self.body.return_tokens_as_token_ids
         return completion_logprobs(self.state.codec, piece, as_ids=as_ids, offset=offset)
 
     async def _prepend_prompts(self, choices: list[dict[str, Any]]) -> None:

@@ -60,7 +60,7 @@ async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
 class _Answer(Answer):
     def __init__(self, state: ServerState, body: GenerateBody) -> None:
         name = body.request_id or new_id("gen")
-        super().__init__(name, is_streamed=bool(body.stream), writes_tokens=True)
+        super().__init__(name, is_streamed=body.stream, writes_tokens=True)
         self._state, self._body = state, body
         self._head: dict[str, Any] = {"request_id": self.name, "model": body.model}
         self._first: dict[str, Any] = {}

@@ -97,7 +97,7 @@ def build_requests(
             )
     adapter = state.adapter_of(body.model)
     guide = guide or _guide_of(body, state)
-    num_samples, most = body.n or 1, state.config.max_samples
+    num_samples, most = body.n, state.config.max_samples
     if num_samples * len(prompts) > most:
         raise bad_request(f"{len(prompts)} prompts × n={num_samples} is more than {most} samples", "n")
     interval_s = state.generation.interval_s(is_streamed=is_streamed)

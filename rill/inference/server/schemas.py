@@ -32,10 +32,10 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
-        known = cls.__pydantic_fields__
-        if not isinstance(values, dict) or values.keys() <= known.keys():
+        """But a max_tokens of null is one: as many as the context has room for."""
+        if not isinstance(values, dict):
             return values
-        return {k: v for k, v in values.items() if k in known or not (v is None or k in HINTS)}
+        return {k: v for k, v in values.items() if k not in HINTS and (v is not None or k == "max_tokens")}
 
 
 class DialectBody(BaseModel):
@@ -77,7 +77,7 @@ class SamplingBody(Body):
 
     model: str | None = None
     """Unset: the served model."""
-    n: int | None = Field(default=1, ge=1, lt=2**31)
+    n: int = Field(default=1, ge=1, lt=2**31)
     temperature: float | None = Field(default=None, ge=0, le=1000)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
@@ -108,11 +108,11 @@ class StreamOptions(Body):
 
 
 class GenerationBody(SamplingBody):
-    stream: bool | None = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = False
+    return_token_ids: bool = False
     """Adds the prompt's and the choices' token ids, and the policy version of every token."""
-    return_tokens_as_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool = False
     """Names tokens in logprobs as "token_id:ID"."""
     response_format: dict[str, Any] | None = None
     request_id: str | None = Field(default=None, max_length=256)
@@ -125,7 +125,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = False
+    echo: bool = False
 
 
 class FunctionCall(Body):
@@ -201,10 +201,10 @@ class ChatBody(ChatTemplateBody, GenerationBody):
 
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = False
+    logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = True
+    parallel_tool_calls: bool = True
 
 
 class ChatTokensBody(ChatBody):
@@ -234,8 +234,8 @@ class GenerateBody(Body):
     cache_salt: str | None = None
     request_id: str | None = Field(default=None, max_length=256)
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
-    stream: bool | None = False
-    return_token_ids: bool | None = True
+    stream: bool = False
+    return_token_ids: bool = True
 
 
 class TokenizeBody(ChatTemplateBody):
@@ -245,7 +245,7 @@ class TokenizeBody(ChatTemplateBody):
     prompt: str | None = None
     add_special_tokens: bool = True
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None  # type: ignore[assignment]
-    return_token_strs: bool | None = False
+    return_token_strs: bool = False
 
 
 class EmbeddingsBody(Body):
