@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -609,6 +610,22 @@ def test_a_drain_ends_what_runs_refuses_what_comes_and_stops() -> None:
     thread.join(10)
     assert codes == [200]
     _eventually(lambda: not server.is_running, 10)
+    engine.close()
+
+
+def test_a_second_signal_ends_a_drain_at_once() -> None:
+    engine = FakeEngine(FakeEngine.Config(step_s=0.1))
+    server = start(engine)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "a", "max_tokens": 400}
+        asked = pool.submit(http.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        _eventually(lambda: engine.stats().num_running == 1)
+        server._server.handle_exit(signal.SIGTERM, None)
+        _eventually(lambda: http.get(f"{server.url}/health").status_code == 503)
+        server._server.handle_exit(signal.SIGTERM, None)
+        _eventually(lambda: not server.is_running, 4.0)
+        assert asked.exception(10) is not None or asked.result().status_code >= 500
+        _eventually(lambda: engine.stats().num_running == 0)
     engine.close()
 
 

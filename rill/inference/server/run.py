@@ -99,6 +99,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain is not None or self._loop is None:
             super().handle_exit(sig, frame)
+            self.force_exit = True  # else connections have five seconds more
         else:
             self.drain()
 
