@@ -257,20 +257,6 @@ def test_bodies_that_are_not_json_objects_are_refused(client: httpx.Client, cont
     assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_nan_is_not_a_temperature(client: httpx.Client) -> None:
-    content = json.dumps(chat(temperature=float("nan")))
-    response = client.post(
-        "/v1/chat/completions", content=content, headers={"Content-Type": "application/json"}
-    )
-    assert response.status_code == 400
-
-
-def test_unknown_paths_and_methods_are_4xx_with_an_error_body(client: httpx.Client) -> None:
-    assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
-    response = client.get("/v1/completions")
-    assert response.status_code == 405 and response.json()["error"]
-
-
 def test_tool_calls_are_taken_out_of_the_text() -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     engine = FakeEngine(FakeEngine.Config(answer=f"Let me see. {call}\n{call}"))
@@ -364,21 +350,6 @@ def test_metrics_follow_prometheus_text_format(client: httpx.Client) -> None:
         "rill_first_token_seconds", "rill_engine_running", "rill_engine_free_kv_blocks",
     }  # fmt: skip
     assert expected <= types.keys()
-
-
-def test_more_requests_at_once_than_allowed_are_told_to_come_back() -> None:
-    engine = FakeEngine(FakeEngine.Config(step_s=0.02))
-    with start(engine, max_concurrent=2) as server:
-        body = {"prompt": "a", "max_tokens": 60}
-        with ThreadPoolExecutor(2) as pool:
-            running = [pool.submit(http.post, server.url + "/v1/completions", json=body) for _ in range(2)]
-            _eventually(lambda: engine.stats().num_running == 2)
-            refused = http.post(server.url + "/v1/completions", json=body)
-            assert refused.status_code == 429 and refused.headers["retry-after"]
-            assert refused.json()["error"]["code"] == "too_many_requests"
-            assert [r.result(60).status_code for r in running] == [200, 200]
-        assert http.post(server.url + "/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
-    engine.close()
 
 
 def test_client_and_admin_keys_open_their_own_doors_only() -> None:
@@ -497,11 +468,12 @@ def test_an_admin_key_that_is_also_a_client_key_is_refused() -> None:
         ServerConfig(api_keys=["same"], admin_key="same")  # type: ignore[list-item,arg-type]
 
 
-def test_the_api_describes_itself_and_refuses_other_methods_and_types(client: httpx.Client) -> None:
+def test_the_api_describes_itself_and_refuses_other_paths_methods_and_types(client: httpx.Client) -> None:
     assert "/v1/chat/completions" in client.get("/openapi.json").json()["paths"]
     assert "/openapi.json" in client.get("/docs").text
+    assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
     wrong = client.get("/v1/completions")
-    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and wrong.json()["error"]
     # What a web page can send to a server on its reader's machine without asking.
     headers = {"Content-Type": "text/plain"}
     plain = client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
@@ -524,6 +496,7 @@ def test_size_and_concurrency_limits() -> None:
             refused = http.post(url, json=short)
             assert refused.status_code == 429, refused.text
             assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "too_many_requests"
         _eventually(lambda: http.post(url, json=short).status_code == 200, wait_s=30.0)
     engine.close()
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rill.errors import EngineError, RequestError, UnsupportedError, WeightSyncError
-from rill.inference.base import Delta, MemoryLevel, PauseMode, Request
+from rill.inference.base import MemoryLevel, PauseMode, Request
 from rill.models.loading import ModelConfig, load_model
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.conformance import EngineConformance
@@ -100,43 +100,6 @@ def test_logprobs_are_those_before_truncation(engine: VllmEngine, reference: Any
     for index, truncation in enumerate(truncations):
         (completion,) = engine.generate([request(f"cut{index}", temperature=0.7, **truncation)])
         assert error_of(reference, [40, 41, 42], completion, 0.7) < TOLERANCE
-
-
-def test_scores_equal_a_forward_pass(engine: VllmEngine, reference: Any) -> None:
-    sequences = [
-        np.array([40, 50, 60, 70], np.int32),
-        np.array([41], np.int32),
-        np.arange(40, 90, dtype=np.int32),
-    ]
-    for ids, scores in zip(sequences, engine.score(sequences)):
-        assert np.abs(forward(reference, ids.tolist()) - scores).max() < TOLERANCE
-    with pytest.raises(UnsupportedError):
-        engine.score(sequences, temperature=0.5)
-
-
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(engine: VllmEngine) -> None:
-    (alone,) = engine.generate([request("alone", seed=9)])
-    crowd = engine.generate(
-        [request(f"c{i}", seed=i, prompt=(40 + i, 50)) for i in range(7)] + [request("me", seed=9)]
-    )
-    assert crowd[-1].token_ids.tolist() == alone.token_ids.tolist()
-
-
-def test_deltas_add_up_and_stops_are_told_apart(engine: VllmEngine) -> None:
-    streamed: list[int] = []
-    reasons: list[StopReason | None] = []
-
-    def on_delta(delta: Delta) -> None:
-        streamed.extend(delta.token_ids.tolist())
-        reasons.append(delta.stop_reason)
-
-    (future,) = engine.submit([request("s", ignore_eos=True)], on_delta)
-    completion = future.result(60)
-    assert completion.token_ids.tolist() == streamed and len(streamed) == 12
-    assert reasons[-1] is StopReason.LENGTH and set(reasons[:-1]) == {None}
-    third = int(completion.token_ids[2])
-    (stopped,) = engine.generate([request("i", ignore_eos=True, stop_token_ids=(third,))])
-    assert stopped.stop_reason is StopReason.STOP and int(stopped.token_ids[-1]) == third
 
 
 def test_a_stop_string_ends_and_its_tokens_stay(engine: VllmEngine) -> None:
