@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from rill.data.tool_calls import SYNTAXES
+from rill.inference.base import Feature
 from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.inference.server.reasoning import ReasoningStream
 from rill.inference.server.schemas import FunctionTool, Tool
@@ -72,6 +74,21 @@ def test_what_begins_like_a_call_of_no_tool_stays_in_the_content() -> None:
     text = '<tool_call>{"name": "nobody", "arguments": {"a": '
     parts = [stream.stream(letter) for letter in text] + [stream.stream("", is_last=True)]
     assert "".join(content for content, _ in parts) == text and not any(deltas for _, deltas in parts)
+
+
+def test_an_answer_in_a_grammar_is_content_though_the_prompt_opens_a_block_of_reasoning() -> None:
+    engine = FakeEngine(FakeEngine.Config(answer='{"a": 1}'))
+    engine.features = engine.features | {Feature.GUIDED}  # type: ignore[misc]
+    config, template = ServerConfig(port=0), "{{ messages[0]['content'] }}<think>\n{# </think> #}"
+    ask: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+    app = create_app(engine, engine.tokenizer, config, chat_template=template)  # type: ignore[arg-type]
+    with BackgroundServer(app, config) as server:
+        url = f"{server.url}/v1/chat/completions"
+        free = http.post(url, json=ask, timeout=20).json()["choices"][0]["message"]
+        guided = http.post(url, json=ask | {"response_format": {"type": "json_object"}}, timeout=20).json()
+    engine.close()
+    assert free["reasoning_content"] == '{"a": 1}' and not free["content"]
+    assert guided["choices"][0]["message"] == {"role": "assistant", "content": '{"a": 1}'}
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

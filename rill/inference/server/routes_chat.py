@@ -92,9 +92,10 @@ class ChatAnswer(OpenAIAnswer):
         self._prompt, self._pictures = prompt, pictures
         has_tools = bool(body.tools) and body.tool_choice != "none"
         end = state.codec.decode(prompt[-8:], skip_special_tokens=False) if state.has_reasoning else ""
-        is_reasoning = end.rstrip().endswith(OPEN)
+        self._is_reasoning = end.rstrip().endswith(OPEN)
+        """The prompt ends inside of a block, and the answer may go on with it."""
         self._samples: defaultdict[int, _Sample] = defaultdict(
-            lambda: _Sample(state, body, prompt, has_tools=has_tools, is_reasoning=is_reasoning)
+            lambda: _Sample(state, body, prompt, has_tools=has_tools, is_reasoning=self._is_reasoning)
         )
         """Those that have begun."""
 
@@ -107,7 +108,7 @@ class ChatAnswer(OpenAIAnswer):
     def requests(self) -> list[EngineRequest]:
         body = self.body
         limit_param, max_tokens = self.limit()
-        return build_requests(
+        requests = build_requests(
             self.state,
             body,
             self.prompts,
@@ -120,6 +121,8 @@ class ChatAnswer(OpenAIAnswer):
             pictures=self._pictures,
             is_streamed=self.is_streamed,
         )
+        self._is_reasoning &= requests[0].guide is None  # a grammar holds from the first token
+        return requests
 
     def _forced_call(self) -> Guide | None:
         choice = self.body.tool_choice
