@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from rill.inference.base import EngineStats
 from rill.types import PolicyVersion
 
+COUNTS = tuple(name for name in EngineStats.__dataclass_fields__ if name.startswith("num_"))
+"""What engines count, by the names in EngineStats."""
+
 
 class Tally:
-    """Counts by their names in EngineStats. Written by the engine's own thread; any may read."""
+    """Written by the engine's own thread; any may read."""
 
     def __init__(self) -> None:
-        self._counts = dict.fromkeys((n for n in EngineStats.__dataclass_fields__ if n.startswith("num_")), 0)
+        self._counts = dict.fromkeys(COUNTS, 0)
 
     def add(self, **counts: int) -> None:
         for name, count in counts.items():
@@ -31,11 +34,7 @@ class Tally:
         return EngineStats(**(self._counts | now))
 
 
-def total(parts: Iterable[EngineStats], *, version: PolicyVersion, extra: Mapping[str, float]) -> EngineStats:
+def total(parts: Sequence[EngineStats], *, version: PolicyVersion, extra: dict[str, float]) -> EngineStats:
     """Several engines as one: counts add up; version and extra are the owner's."""
-    sums = Tally()
-    for stats in parts:
-        sums.add(
-            **{name: getattr(stats, name) for name in stats.__dataclass_fields__ if name.startswith("num_")}
-        )
-    return sums.stats(version=version, extra=dict(extra))
+    sums = {name: sum(getattr(stats, name) for stats in parts) for name in COUNTS}
+    return EngineStats(version=version, extra=extra, **sums)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rill.inference.base import EngineStats
+from rill.inference.tally import COUNTS
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -73,11 +74,10 @@ _NOW = ("num_running", "num_waiting", "num_kv_blocks", "num_free_kv_blocks")
 
 def _engine_lines(stats: EngineStats) -> Iterator[str]:
     yield from _simple("gauge", "rill_engine_policy_version", "Of the engine.", stats.version)
-    for field in stats.__dataclass_fields__:
-        if field.startswith("num_"):
-            kind, ending = ("gauge", "") if field in _NOW else ("counter", "_total")
-            name = f"rill_engine_{field.removeprefix('num_')}{ending}"
-            yield from _simple(kind, name, "Of the engine.", getattr(stats, field))
+    for field in COUNTS:
+        kind, ending = ("gauge", "") if field in _NOW else ("counter", "_total")
+        name = f"rill_engine_{field.removeprefix('num_')}{ending}"
+        yield from _simple(kind, name, "Of the engine.", getattr(stats, field))
     for name, extra in sorted(stats.extra.items()):
         clean = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
         yield from _simple("gauge", f"rill_engine_extra_{clean}", "Of this kind of engine.", extra)
