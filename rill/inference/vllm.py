@@ -35,7 +35,7 @@ from rill.errors import (
     RequestError,
     UnsupportedError,
 )
-from rill.inference.base import Completion, Delta, Feature, MemoryLevel, NamedTensors, Request
+from rill.inference.base import Completion, Delta, EngineStats, Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.commands import MOVE_TIMEOUT_S
 from rill.inference.continued import Flight, reseeded
 from rill.inference.flight_engine import FlightEngine
@@ -123,6 +123,7 @@ class VllmEngine(FlightEngine):
         """By vLLM's id, which changes with every attempt: it must not come back."""
         self._num_jobs = 0
         self._stepping: asyncio.Task[None] | None = None
+        self._death: EngineDiedError | None = None
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -131,6 +132,12 @@ class VllmEngine(FlightEngine):
         if self.config.enable_sleep and not self._is_cpu:
             found.add(Feature.RELEASE_MEMORY)
         return frozenset(found)
+
+    def stats(self) -> EngineStats:
+        """Raises EngineDiedError where vLLM has failed: who watches it must not take it for idle."""
+        if self._death is not None:
+            raise EngineDiedError(*self._death.args)
+        return super().stats()
 
     @property
     def adapters(self) -> frozenset[str]:
@@ -245,10 +252,11 @@ class VllmEngine(FlightEngine):
                 await asyncio.sleep(0)
         except Exception as error:  # noqa: BLE001 - boundary: vLLM raises anything; every caller must hear of it
             self._unavailable = f"vLLM failed: {type(error).__name__}: {error}"
+            self._death = EngineDiedError(self._unavailable)
             jobs, self._jobs = self._jobs, {}
             for job in jobs.values():
                 if not job.ended.done():
-                    job.ended.set_exception(EngineDiedError(self._unavailable))
+                    job.ended.set_exception(self._death)
         finally:
             self._stepping = None
 

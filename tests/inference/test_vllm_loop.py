@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rill.errors import EngineError, RequestError, UnsupportedError
+from rill.errors import EngineDiedError, EngineError, RequestError, UnsupportedError
 from rill.inference.base import Completion, Delta, Feature, NamedTensors, PauseMode, Request
 from rill.inference.vllm import VllmEngine, VllmWords
 from rill.types import PolicyVersion, SamplingParams, StopReason
@@ -174,6 +174,8 @@ def test_every_caller_hears_of_a_failure_and_of_the_end(engine: VllmEngine, llm:
         engine.generate([request("lost")], 10.0)
     with pytest.raises(EngineError, match="vLLM failed"):
         engine.submit([request("late")])
+    with pytest.raises(EngineDiedError, match="out of memory"):
+        engine.stats()  # what a server's /health asks
     engine.close()
     with pytest.raises(EngineError, match="closed|vLLM failed"):
         engine.submit([request("later")])
