@@ -17,6 +17,7 @@ from rill.inference.openai import OpenAIEngine
 from rill.inference.server import BackgroundServer, ServerConfig, create_app
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.fake_engine import LOGPROB, FakeEngine
+from tests.inference.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +99,7 @@ def test_abort_keeps_tokens_and_frees_the_server(engine: OpenAIEngine, backend: 
     time.sleep(0.2)
     engine.abort(["x"])
     assert future.result(5).stop_reason is StopReason.ABORTED and len(future.result().token_ids) > 0
-    deadline = time.monotonic() + 5
-    while backend.stats().num_running:
-        assert time.monotonic() < deadline, "the server still generates for nobody"
-        time.sleep(0.02)
+    eventually(lambda: not backend.stats().num_running, 5.0, "the server still generates for nobody")
 
 
 def test_refusals_name_what_is_missing(engine: OpenAIEngine) -> None:

@@ -27,6 +27,7 @@ from rill.models.card import TrainingCard
 from rill.models.loading import ModelConfig
 from tests.inference.fake_engine import LOGPROB, FakeEngine
 from tests.inference.plain_http import http
+from tests.inference.waiting import eventually
 
 
 def start(engine: FakeEngine, **settings: Any) -> BackgroundServer:
@@ -497,7 +498,7 @@ def test_size_and_concurrency_limits() -> None:
             assert refused.status_code == 429, refused.text
             assert refused.headers["retry-after"] == "1"
             assert refused.json()["error"]["code"] == "too_many_requests"
-        _eventually(lambda: http.post(url, json=short).status_code == 200, wait_s=30.0)
+        eventually(lambda: http.post(url, json=short).status_code == 200, wait_s=30.0)
     engine.close()
 
 
@@ -508,7 +509,7 @@ def test_a_request_beyond_its_deadline_is_aborted_and_gets_408() -> None:
         assert http.post(server.url + "/v1/completions", json=body).status_code == 408
         with http.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}) as response:
             assert events(response)[-1]["error"]["type"] == "timeout_error"
-        _eventually(lambda: engine.stats().num_running == 0)
+        eventually(lambda: engine.stats().num_running == 0)
     engine.close()
 
 
@@ -518,10 +519,10 @@ def test_a_client_that_leaves_has_its_requests_aborted() -> None:
         body = {"prompt": "a", "max_tokens": 400, "n": 3}
         with pytest.raises(httpx.ReadTimeout):
             http.post(server.url + "/v1/completions", json=body, timeout=0.3)
-        _eventually(lambda: engine.stats().num_running == 0)
+        eventually(lambda: engine.stats().num_running == 0)
         with http.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}) as response:
             next(response.iter_lines())
-        _eventually(lambda: engine.stats().num_running == 0)
+        eventually(lambda: engine.stats().num_running == 0)
         assert http.get(server.url + "/metrics").text.count("rill_in_flight 0\n") == 1
     engine.close()
 
@@ -538,7 +539,7 @@ def test_a_client_that_leaves_is_noticed_at_once_and_nobody_else_is(
         stays = pool.submit(http.post, server.url + "/inference/v1/generate", json=body)
         with pytest.raises(httpx.ReadTimeout):
             http.post(server.url + "/inference/v1/generate", json=body, timeout=0.5)
-        _eventually(lambda: engine.stats().num_running == 1, 1.0)
+        eventually(lambda: engine.stats().num_running == 1, 1.0)
         time.sleep(0.2)  # looked at again, and again
         engine.resume()
         assert stays.result().status_code == 200
@@ -553,10 +554,10 @@ def test_before_its_first_token_a_stream_is_refused_by_status_and_forgotten_with
         body = {"prompt": "a", "max_tokens": 40, "stream": True}
         late = http.post(server.url + "/v1/completions", json=body)
         assert late.status_code == 408 and late.json()["error"]["type"] == "timeout_error"
-        _eventually(lambda: engine.stats().num_running == 0)
+        eventually(lambda: engine.stats().num_running == 0)
         with pytest.raises(httpx.ReadTimeout):
             http.post(server.url + "/v1/completions", json=body, timeout=0.2)
-        _eventually(lambda: engine.stats().num_running == 0)
+        eventually(lambda: engine.stats().num_running == 0)
         assert http.get(server.url + "/metrics").text.count("rill_in_flight 0\n") == 1
     engine.close()
 
@@ -575,14 +576,14 @@ def test_a_drain_ends_what_runs_refuses_what_comes_and_stops() -> None:
     with httpx.Client(base_url=server.url) as kept:
         kept.get("/health")
         thread.start()
-        _eventually(lambda: engine.stats().num_running == 1)
+        eventually(lambda: engine.stats().num_running == 1)
         server.drain()
-        _eventually(lambda: kept.get("/health").status_code == 503)
+        eventually(lambda: kept.get("/health").status_code == 503)
         refused = kept.post("/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 503 and refused.headers["retry-after"]
     thread.join(10)
     assert codes == [200]
-    _eventually(lambda: not server.is_running, 10)
+    eventually(lambda: not server.is_running, 10)
     engine.close()
 
 
@@ -592,13 +593,13 @@ def test_a_second_signal_ends_a_drain_at_once() -> None:
     with ThreadPoolExecutor(1) as pool:
         body = {"prompt": "a", "max_tokens": 400}
         asked = pool.submit(http.post, f"{server.url}/v1/completions", json=body, timeout=60)
-        _eventually(lambda: engine.stats().num_running == 1)
+        eventually(lambda: engine.stats().num_running == 1)
         server._server.handle_exit(signal.SIGTERM, None)
-        _eventually(lambda: http.get(f"{server.url}/health").status_code == 503)
+        eventually(lambda: http.get(f"{server.url}/health").status_code == 503)
         server._server.handle_exit(signal.SIGTERM, None)
-        _eventually(lambda: not server.is_running, 4.0)
+        eventually(lambda: not server.is_running, 4.0)
         assert asked.exception(10) is not None or asked.result().status_code >= 500
-        _eventually(lambda: engine.stats().num_running == 0)
+        eventually(lambda: engine.stats().num_running == 0)
     engine.close()
 
 
@@ -617,17 +618,10 @@ def test_texts_that_are_scored_keep_neither_a_health_check_nor_the_end_of_a_drai
         for _ in range(count):
             clients.submit(http.post, f"{server.url}/v1/completions", json=body)
         try:
-            _eventually(lambda: app.state.admission.num_in_flight == count, 30)
+            eventually(lambda: app.state.admission.num_in_flight == count, 30)
             assert http.get(f"{server.url}/health", timeout=30).status_code == 200
             server.drain()
-            _eventually(lambda: not server.is_running, 30)
+            eventually(lambda: not server.is_running, 30)
         finally:
             is_free.set()
     engine.close()
-
-
-def _eventually(check: Any, wait_s: float = 5.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not check():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)

@@ -29,6 +29,7 @@ from rill.telemetry.run import Run
 from tests.inference.plain_http import http
 from tests.inference.scripted_model import write_scripted_model
 from tests.inference.serve_process import rill_serve
+from tests.inference.waiting import eventually
 
 SHAPE = {
     "model_type": "qwen2", "vocab_size": 104, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -91,7 +92,7 @@ def _ends_after_what_runs(process: subprocess.Popen[str], url: str) -> None:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    _wait(lambda: "rill_in_flight 1\n" in http.get(f"{url}/metrics", timeout=30).text)
+    eventually(lambda: "rill_in_flight 1\n" in http.get(f"{url}/metrics", timeout=30).text)
     process.send_signal(signal.SIGTERM)
     asking.join(60)
     assert codes == [(200, 600)] and process.wait(60) == 0
@@ -200,13 +201,6 @@ def test_a_port_in_use_is_one_line_before_the_model_is_loaded() -> None:
         bind(ServerConfig(host="no.such.host.invalid", port=0))
 
 
-def _wait(check: Any, wait_s: float = 30.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not check():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kill_9_of_a_replica_costs_no_answer_and_it_comes_back(tmp_path: Path) -> None:
@@ -237,11 +231,11 @@ def test_kill_9_of_a_replica_costs_no_answer_and_it_comes_back(tmp_path: Path) -
         ]
         for thread in asking:
             thread.start()
-        _wait(lambda: "rill_in_flight 8\n" in http.get(f"{url}/metrics", timeout=30).text)
+        eventually(lambda: "rill_in_flight 8\n" in http.get(f"{url}/metrics", timeout=30).text)
         time.sleep(0.3)
         victim, *others = _replica_pids(process.pid)
         os.kill(victim, signal.SIGKILL)
-        _wait(lambda: http.get(f"{url}/health", timeout=30).json()["replicas"] == 1.0)
+        eventually(lambda: http.get(f"{url}/health", timeout=30).json()["replicas"] == 1.0)
         for thread in asking:
             thread.join(120)
         assert [found.get(i) for i in range(8)] == expected
@@ -249,7 +243,7 @@ def test_kill_9_of_a_replica_costs_no_answer_and_it_comes_back(tmp_path: Path) -
             r"^rill_engine_extra_retried (\S+)", http.get(f"{url}/metrics", timeout=30).text, re.M
         )
         assert retried is not None and float(retried[1]) >= 1
-        _wait(lambda: http.get(f"{url}/health", timeout=30).json()["replicas"] == 2.0, 240)
+        eventually(lambda: http.get(f"{url}/health", timeout=30).json()["replicas"] == 2.0, 240)
         assert set(others) < set(_replica_pids(process.pid)) and victim not in _replica_pids(process.pid)
         both = [_tokens(url, body | {"seed": 100 + i}) for i, body in enumerate(bodies * 2)]
         assert len(both) == 16 and http.get(f"{url}/health", timeout=30).json()["version"] == 1

@@ -30,6 +30,7 @@ from rill.models.tokenizer import build_char_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.plain_http import http
+from tests.inference.waiting import eventually
 
 REFUSED = 10  # below what the fake engine generates: a continued request has its tokens as prompt
 
@@ -45,13 +46,6 @@ def router() -> Iterator[Router]:
     router = Router(FakeEngine.Config(step_s=0.01, refused_token=REFUSED), settings)
     yield router
     router.close()
-
-
-def wait_for(check: Any, wait_s: float = 30.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not check():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def ready(router: Router) -> int:
@@ -72,14 +66,14 @@ def test_both_replicas_work_and_seeded_tokens_do_not_depend_on_which(router: Rou
 
 
 def test_a_killed_replica_costs_no_token_of_a_streamed_request(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     streamed: list[int] = []
 
     def on_delta(delta: Delta) -> None:
         streamed.extend(delta.token_ids.tolist())
 
     (future,) = router.submit([request("victim", length=120)], on_delta)
-    wait_for(lambda: len(streamed) > 5)
+    eventually(lambda: len(streamed) > 5)
     engine = router.slots[busiest(router)].replica
     assert engine is not None
     os.kill(engine.pid, signal.SIGKILL)
@@ -89,22 +83,22 @@ def test_a_killed_replica_costs_no_token_of_a_streamed_request(router: Router) -
     alone.close()
     assert completion.token_ids.tolist() == expected.token_ids.tolist() == streamed
     assert completion.stop_reason is StopReason.LENGTH and len(completion.logprobs) == 120
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     assert router.stats().extra["retried"] >= 1
 
 
 def test_a_request_that_is_not_streamed_continues_from_recorded_tokens(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     (future,) = router.submit([request("quiet", length=150)])
     time.sleep(0.6)
     flight = router._flights["quiet"]
     engine = router.slots[busiest(router)].replica
     assert engine is not None
     engine.kill()
-    wait_for(lambda: flight.num_losses == 1)
+    eventually(lambda: flight.num_losses == 1)
     assert flight.next_request().num_generated > 5, "it started again from nothing"
     assert len(future.result(60).token_ids) == 150
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
 
 
 def test_texts_that_are_scored_keep_no_other_call_waiting(tmp_path: Path) -> None:
@@ -123,7 +117,7 @@ def test_texts_that_are_scored_keep_no_other_call_waiting(tmp_path: Path) -> Non
 
 
 def test_a_replica_that_joins_late_gets_the_weights_and_the_pause(router: Router, tmp_path: Path) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     version = PolicyVersion(router.version + 1)
     router.update_weights([("a", torch.ones(3))], version)
     router.update_weights([("b", torch.ones(2))], PolicyVersion(version + 1), partial=True)
@@ -131,8 +125,8 @@ def test_a_replica_that_joins_late_gets_the_weights_and_the_pause(router: Router
     assert engine is not None
     router.pause(PauseMode.INTERRUPT)
     engine.kill()
-    wait_for(lambda: ready(router) == 1)
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 1)
+    eventually(lambda: ready(router) == 2)
     assert router.slots[0].replica is not engine and router.slots[0].replica.version == version + 1
     futures = router.submit([request(f"held{i}", first=40 + 9 * i) for i in range(4)])
     time.sleep(0.3)
@@ -146,14 +140,14 @@ def test_a_replica_that_joins_late_gets_the_weights_and_the_pause(router: Router
 def test_a_replica_that_joins_late_does_not_need_the_callers_checkpoint_any_more(
     router: Router, tmp_path: Path
 ) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     version = PolicyVersion(router.version + 1)
     router.update_weights(Checkpoint.write([("a", torch.ones(3))], tmp_path / "model.safetensors"), version)
     (tmp_path / "model.safetensors").unlink()
     engine = router.slots[0].replica
     engine.kill()
-    wait_for(lambda: ready(router) == 1)
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 1)
+    eventually(lambda: ready(router) == 2)
     assert router.slots[0].replica is not engine and router.slots[0].replica.version == version
     gone = Checkpoint((tmp_path / "model.safetensors",))  # nothing to keep: the replicas say what is wrong
     with pytest.raises(WeightSyncError, match="cannot be read"):
@@ -161,12 +155,12 @@ def test_a_replica_that_joins_late_does_not_need_the_callers_checkpoint_any_more
 
 
 def test_a_replica_that_joins_after_a_rewind_is_rewound_too(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     router.update_weights([("a", torch.ones(3))], PolicyVersion(router.version + 1))
     router.rewind()
     router.slots[0].replica.kill()
-    wait_for(lambda: ready(router) == 1)
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 1)
+    eventually(lambda: ready(router) == 2)
     router.update_weights([("a", torch.ones(3))], PolicyVersion(1))
     assert [slot.replica.version for slot in router.slots] == [1, 1]
 
@@ -174,20 +168,20 @@ def test_a_replica_that_joins_after_a_rewind_is_rewound_too(router: Router) -> N
 def test_a_replica_that_joins_after_a_version_came_a_second_time_has_all_that_the_others_have(
     router: Router,
 ) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     version = PolicyVersion(router.version + 1)
     router.update_weights([("a", torch.ones(3))], version)
     router.update_weights([("b", torch.ones(3))], PolicyVersion(version + 1), partial=True)
     router.rewind()
     router.update_weights([("b", torch.ones(3))], version, partial=True)
     router.slots[0].replica.kill()
-    wait_for(lambda: ready(router) == 1)
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 1)
+    eventually(lambda: ready(router) == 2)
     assert [slot.replica.version for slot in router.slots] == [version, version]
 
 
 def test_a_callback_that_raises_stops_neither_its_request_nor_its_replica(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
 
     def broken(delta: Delta) -> None:
         raise ValueError("not mine")
@@ -229,7 +223,7 @@ def test_a_replica_whose_engine_died_is_replaced_and_its_requests_go_on(tmp_path
 def test_a_replica_that_cannot_be_made_like_the_others_is_not_left_behind(
     router: Router, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     started: list[ReplicaProcess] = []
 
     def refuse(replica: ReplicaProcess) -> None:
@@ -241,8 +235,8 @@ def test_a_replica_that_cannot_be_made_like_the_others_is_not_left_behind(
     engine = router.slots[0].replica
     assert engine is not None
     engine.kill()
-    wait_for(lambda: len(started) == 2 and ready(router) == 2)
-    wait_for(lambda: started[0].is_dead)
+    eventually(lambda: len(started) == 2 and ready(router) == 2)
+    eventually(lambda: started[0].is_dead)
 
 
 def test_replicas_draw_different_numbers_and_not_the_same_again_after_a_restart() -> None:
@@ -258,7 +252,7 @@ def test_replicas_draw_different_numbers_and_not_the_same_again_after_a_restart(
 
 
 def test_weights_that_no_replica_takes_are_not_kept(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     before = sorted(router._spill.path.iterdir())
     with pytest.raises(WeightSyncError):
         router.update_weights([("unknown", torch.ones(3))], PolicyVersion(router.version + 1))
@@ -266,7 +260,7 @@ def test_weights_that_no_replica_takes_are_not_kept(router: Router) -> None:
 
 
 def test_abort_keeps_the_tokens_so_far(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     (future,) = router.submit([request("gone", length=400)])
     time.sleep(0.2)
     router.abort(["gone"])
@@ -275,13 +269,13 @@ def test_abort_keeps_the_tokens_so_far(router: Router) -> None:
 
 
 def test_scores_come_back_in_order(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     sequences = [np.arange(40, 40 + n, dtype=np.int32) for n in (3, 5, 2, 7, 4)]
     assert [len(s) for s in router.score(sequences)] == [3, 5, 2, 7, 4]
 
 
 def test_samples_of_one_prompt_go_to_one_replica_and_prompts_spread(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     router.flush()
     groups = [
         [request(f"g{g}-{i}", prompt=60, first=40 + g * 7, length=5) for i in range(4)] for g in range(2)
@@ -303,7 +297,7 @@ def test_a_malformed_request_is_refused_before_anything_is_queued(router: Router
 
 
 def test_what_only_the_engine_refuses_fails_alone(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     refused = replace(request("bad"), token_ids=np.array([40, REFUSED], np.int32))
     bad, good = router.submit([refused, replace(request("good"), token_ids=refused.token_ids[:1])])
     assert isinstance(bad.exception(10), RequestError)
@@ -312,7 +306,7 @@ def test_what_only_the_engine_refuses_fails_alone(router: Router) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions/tokens", "/inference/v1/generate"])
 def test_a_refusal_by_a_replica_is_a_status_and_not_an_event(router: Router, path: str) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     config = ServerConfig(port=0)
     with BackgroundServer(create_app(router, build_char_tokenizer(), config), config) as server:
         for wrong in (REFUSED, 5000):
@@ -325,7 +319,7 @@ def test_a_refusal_by_a_replica_is_a_status_and_not_an_event(router: Router, pat
 
 
 def test_an_adapter_reaches_all_replicas_and_those_that_come_late(router: Router, tmp_path: Path) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     for name in ADAPTER_FILES:
         (tmp_path / name).write_text("{}")
     router.load_adapter("math", tmp_path)
@@ -333,8 +327,8 @@ def test_an_adapter_reaches_all_replicas_and_those_that_come_late(router: Router
     engine = router.slots[1].replica
     assert engine is not None
     engine.kill()
-    wait_for(lambda: ready(router) == 1)
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 1)
+    eventually(lambda: ready(router) == 2)
     requests = [replace(request(f"a{i}", first=40 + 7 * i), adapter="math") for i in range(4)]
     plain = [replace(r, id=f"{r.id}-plain", adapter=None) for r in requests]
     done = router.generate([*requests, *plain], 30.0)
@@ -346,7 +340,7 @@ def test_an_adapter_reaches_all_replicas_and_those_that_come_late(router: Router
 
 
 def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     config = ServerConfig(port=0)
     with BackgroundServer(create_app(router, build_char_tokenizer(), config), config) as server:
         body = {"prompt": "abcd", "max_tokens": 150, "seed": 3, "stream": True, "return_token_ids": True}
@@ -368,7 +362,7 @@ def test_a_replica_that_hangs_is_ended_and_its_request_goes_on_elsewhere() -> No
         (future,) = router.submit(
             [request("stuck", length=100)], lambda d: streamed.extend(d.token_ids.tolist())
         )
-        wait_for(lambda: len(streamed) > 5)
+        eventually(lambda: len(streamed) > 5)
         engine = router.slots[busiest(router)].replica
         assert engine is not None
         os.kill(engine.pid, signal.SIGSTOP)
@@ -376,7 +370,7 @@ def test_a_replica_that_hangs_is_ended_and_its_request_goes_on_elsewhere() -> No
         expected = alone.generate([request("stuck", length=100)])[0].token_ids.tolist()
         alone.close()
         assert future.result(60).token_ids.tolist() == expected == streamed
-        wait_for(lambda: ready(router) == 2)
+        eventually(lambda: ready(router) == 2)
         assert engine.is_dead
 
 
@@ -388,10 +382,10 @@ def test_an_engine_that_cannot_load_says_why() -> None:
 
 
 def test_a_dead_replica_refuses_calls_and_submissions(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     replica = router.slots[0].replica
     replica.kill()
-    wait_for(lambda: replica.is_dead)
+    eventually(lambda: replica.is_dead)
     with pytest.raises(PeerDiedError):
         replica.call("stats")
     with pytest.raises(PeerDiedError):
@@ -402,13 +396,13 @@ def test_a_version_that_one_replica_does_not_take_is_in_service_and_it_comes_to_
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A retry would have met engines that have it already."""
-    wait_for(lambda: ready(router) == 2)
+    eventually(lambda: ready(router) == 2)
     broken = router.slots[0].replica
     monkeypatch.setattr(broken, "call", _refuse)
     version = PolicyVersion(router.version + 1)
     router.update_weights([("a", torch.ones(3))], version)
     assert router.version == version
-    wait_for(lambda: ready(router) == 2 and router.slots[0].replica is not broken)
+    eventually(lambda: ready(router) == 2 and router.slots[0].replica is not broken)
     assert [slot.replica.version for slot in router.slots] == [version, version]
     assert len(router.generate([request(f"served{i}", first=40 + 9 * i) for i in range(4)], 30.0)) == 4
 
@@ -417,10 +411,10 @@ def test_a_replica_whose_health_check_fails_is_started_again_and_the_next_one_to
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
-        wait_for(lambda: ready(router) == 2)
+        eventually(lambda: ready(router) == 2)
         broken = router.slots[0].replica
         monkeypatch.setattr(broken, "call", _refuse)
-        wait_for(lambda: ready(router) == 2 and router.slots[0].replica is not broken)  # noqa: B023
+        eventually(lambda: ready(router) == 2 and router.slots[0].replica is not broken)  # noqa: B023
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:

@@ -26,6 +26,7 @@ from rill.inference.server import BackgroundServer, ServerConfig
 from rill.inference.sglang import SglangEngine
 from rill.models.loading import ModelConfig
 from rill.types import PolicyVersion, SamplingParams, StopReason
+from tests.inference.waiting import eventually
 from tests.models.tiny_vision import tiny
 
 MODEL = ModelConfig(
@@ -253,10 +254,7 @@ def test_pause_abort_and_memory(pair: Pair) -> None:
     time.sleep(0.05)
     engine.abort()
     assert future.result(5).stop_reason is StopReason.ABORTED
-    deadline = time.monotonic() + 5
-    while server.num_running:
-        assert time.monotonic() < deadline, "the server still generates for nobody"
-        time.sleep(0.02)
+    eventually(lambda: not server.num_running, 5.0, "the server still generates for nobody")
 
 
 def test_memory_that_is_released_twice_is_given_back_once_and_comes_back_whole(pair: Pair) -> None:
