@@ -253,9 +253,13 @@ class ReplicaProcess:
                 launch_timeout_s=start_timeout_s,
                 config=config.model_dump(mode="json"),
             )
-            facts = self._group.facts().wait(CONTROL_TIMEOUT_S)[0]
         except WorkerError as error:
             raise EngineError(f"{name}: the engine could not be loaded: {error}") from error
+        try:
+            facts = self._group.facts().wait(CONTROL_TIMEOUT_S)[0]
+        except RillError:
+            self._group.close(timeout_s=0.0)  # it must not keep a device's memory
+            raise
         self.pid = self._group.addresses()[0].pid
         self.features, self.max_context, self.vocab_size, self.version = facts
         self.num_in_flight = 0

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
-from rill.errors import EngineError
+from rill.config import PartConfig
+from rill.errors import EngineError, StuckError
 from rill.inference.base import Completion, Delta, Request, TopTokens
-from rill.inference.replica import End, Outbox, PackedDeltas, PackedEnds, Replica
+from rill.inference.replica import End, Outbox, PackedDeltas, PackedEnds, Replica, ReplicaProcess
 from rill.types import StopReason
 
 
@@ -78,6 +80,25 @@ def test_what_an_engine_raises_as_it_is_asked_is_told_to_those_who_asked() -> No
     assert packed_ends is not None
     (first, error), (second, _) = packed_ends.unpack()
     assert (first, second) == ("a", "b") and isinstance(error, EngineError) and "a bug" in str(error)
+
+
+def test_a_worker_that_says_nothing_once_it_is_loaded_is_not_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[float] = []
+
+    class Group:
+        def facts(self) -> Any:
+            raise StuckError("it says nothing")
+
+        def close(self, *, timeout_s: float) -> None:
+            closed.append(timeout_s)
+
+    monkeypatch.setattr(Replica, "launch", lambda *args, **kwargs: Group())
+    rest: Any = {"cluster": None, "placement": 0, "start_timeout_s": 1.0, "on_news": None, "on_death": None}
+    with pytest.raises(StuckError):
+        ReplicaProcess(PartConfig(type="any"), name="replica", **rest)
+    assert closed == [0.0]
 
 
 def test_ends_come_with_all_that_belongs_to_them_and_failures_beside_them() -> None:

@@ -477,6 +477,8 @@ def test_the_api_describes_itself_and_refuses_other_paths_methods_and_types(clie
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and wrong.json()["error"]
     # What a web page can send to a server on its reader's machine without asking.
     headers = {"Content-Type": "text/plain"}
+    shouted = {"Content-Type": "Application/JSON"}
+    assert client.post("/v1/completions", content=b'{"prompt": "a"}', headers=shouted).status_code == 200
     plain = client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
     assert plain.status_code == 400 and "application/json" in plain.json()["error"]["message"]
 

@@ -179,7 +179,7 @@ class Application:
         if not content and not endpoint.needs_body:
             return None
         # What a web page may send without asking is of no other type.
-        if content and b"json" not in headers.get(b"content-type", b""):
+        if content and b"json" not in headers.get(b"content-type", b"").lower():
             raise bad_request("the body must be JSON: send Content-Type: application/json")
         assert endpoint.body is not None
         try:
