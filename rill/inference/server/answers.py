@@ -12,7 +12,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -172,13 +171,17 @@ async def respond(call: Call, answer: Answer) -> Response:
         except (ApiError, RillError) as error:  # the status line is sent already
             return answer.failure(to_api_error(error)), True
 
-    with ExitStack() as held:
-        held.callback(samples.close)
-        if not answer.is_streamed:
-            return json_response(await answer.whole(samples))
-        await samples.begun()
-        await answer.prepare()
-        return EventStream(next_events, on_close=held.pop_all().close)
+    try:
+        if answer.is_streamed:
+            await samples.begun()
+            await answer.prepare()
+            return EventStream(next_events, samples.close)
+        response = json_response(await answer.whole(samples))
+    except BaseException:
+        samples.close()
+        raise
+    samples.close()
+    return response
 
 
 _FINISH = {StopReason.LENGTH: "length", StopReason.ABORTED: "abort", StopReason.ERROR: "error"}
