@@ -24,6 +24,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid",
+        allow_inf_nan=False,  # a field whose off-value is infinite says so
         frozen=True,
         validate_default=True,
         use_attribute_docstrings=True,

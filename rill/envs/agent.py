@@ -219,6 +219,8 @@ class Agent:
         **sampling: Any,
     ) -> Reply:
         """Let the model call tools until it answers without a call; its last reply."""
+        if max_turns < 1:
+            raise ValueError(f"agent {self.name}: act() needs a turn at least, not max_turns={max_turns}")
         talk, params = self._talk(messages, tools), self._sampling(sampling)
         for turn in range(max_turns):
             reply = await self._answer(talk, params, is_trained)

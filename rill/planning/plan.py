@@ -241,6 +241,8 @@ def parse_ids(text: str) -> tuple[int, ...]:
         if not first.isdigit() or (last and not last.isdigit()):
             raise PlanError(f'devices {text!r} cannot be read: write ids such as "0-3,8"')
         ids += range(int(first), int(last or first) + 1)
+    if twice := next((i for i in ids if ids.count(i) > 1), None):
+        raise PlanError(f"devices {text!r} names device {twice} twice")
     return tuple(ids)
 
 

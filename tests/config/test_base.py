@@ -11,6 +11,12 @@ def test_unknown_keys_are_errors() -> None:
         Trainer(lr=1)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_number_that_is_none_is_refused(value: float) -> None:
+    with pytest.raises(ValidationError, match="finite number"):
+        Trainer(learning_rate=value)
+
+
 def test_a_config_is_frozen() -> None:
     trainer = Trainer()
     with pytest.raises(ValidationError, match="frozen"):

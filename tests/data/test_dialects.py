@@ -180,3 +180,5 @@ def test_an_answer_that_was_cut_off_says_so_in_every_dialect() -> None:
     assert CHAT.whole(cut)["choices"][0]["finish_reason"] == "length"
     assert ANTHROPIC.whole(cut)["stop_reason"] == "max_tokens"
     assert RESPONSES.whole(cut)["incomplete_details"] == {"reason": "max_output_tokens"}
+    aborted = RESPONSES.whole(Answer(id="0b", model="m", created=1, content="It", finish_reason="abort"))
+    assert aborted["status"] == "incomplete" and aborted["incomplete_details"] is None

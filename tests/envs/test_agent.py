@@ -120,6 +120,15 @@ async def test_a_model_that_calls_for_ever_is_cut_off() -> None:
     assert episode.metrics["turns"] == 16 and episode.samples[0].is_truncated and episode.failure is None
 
 
+async def test_a_conversation_without_a_turn_is_an_error_that_says_so() -> None:
+    async def run(task: Prompt, agents: Agents) -> float:
+        await agents.policy.act(task.messages, max_turns=0)
+        return 1.0
+
+    episode = await episode_of(run, hermes("x"))
+    assert episode.failure is Failure.ENVIRONMENT and "not max_turns=0" in str(episode.error)
+
+
 async def test_two_tools_of_one_name_are_an_error() -> None:
     async def run(task: Prompt, agents: Agents) -> float:
         await agents.policy.act(task.messages, tools=[as_tool(print_), as_tool(print_)])

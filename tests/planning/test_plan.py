@@ -120,6 +120,11 @@ def test_ids_are_read_as_they_are_written(ids: set[int]) -> None:
     assert set(parse_ids(ids_text(ids))) == ids
 
 
+def test_a_device_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(PlanError, match="'0-3,2' names device 2 twice"):
+        parse_ids("0-3,2")
+
+
 def test_what_was_tried_counts_more_than_what_was_predicted() -> None:
     problem = three()
     predicted, found = choose(problem)

@@ -31,9 +31,9 @@ class SequenceMask(Correction):
         """What a token's x counts for; see above."""
         reduction: Reduction = "mean"
         """How tokens make the sequence's statistic."""
-        low: float = -float("inf")
+        low: float = Field(-float("inf"), allow_inf_nan=True)
         """Nats. Only k1 can be negative. −inf: off."""
-        high: float = Field(0.01)
+        high: float = Field(0.01, allow_inf_nan=True)
         """Nats. inf: off."""
         renormalise: bool = True
         """Take dropped sequences out of the aggregation's denominator too."""

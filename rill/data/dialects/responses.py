@@ -176,7 +176,7 @@ def _read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _status(answer: Answer) -> str:
-    return "incomplete" if answer.finish_reason == "length" else "completed"
+    return "incomplete" if answer.finish_reason in ("length", "abort") else "completed"
 
 
 def _message(answer: Answer, text: str | None) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _response(answer: Answer, status: str, items: Sequence[Mapping[str, Any]]) -
         "model": answer.model,
         "output": list(items),
         "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if answer.finish_reason == "length" else None,
         "instructions": None,
         "metadata": {},
         "parallel_tool_calls": True,

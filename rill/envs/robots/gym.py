@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from rill.envs.gymnasium import gymnasium_library
 from rill.envs.robots.base import Simulator, SimulatorConfig, Step, scaled, seed_of
@@ -31,7 +32,7 @@ class GymnasiumSimulator(Simulator):
         """Passed to gymnasium.make."""
         instruction: str = ""
         """What the policy is told."""
-        success_return: float = float("inf")
+        success_return: float = Field(float("inf"), allow_inf_nan=True)
         """Where the environment does not say whether it succeeded: a return from here on does."""
         render: bool = False
         """Take pictures for films, where the environment can."""
