@@ -330,9 +330,9 @@ def _try_episodes(
     tokenizer = encoder.tokenizer
     environment = open_environment(config, tokenizer, encoder.pictures)
 
-    async def failures() -> list[Episode]:
-        """None where one has come to a reward."""
-        failed: list[Episode] = []
+    async def tried() -> list[Episode]:
+        """None where one has come to a reward for what the policy said."""
+        episodes: list[Episode] = []
         for prompt in prompts[:NUM_EPISODES]:
             said = str(prompt.metadata.get("solution") or prompt.answer or "0")
             ids = np.asarray([*tokenizer.encode(said, add_special_tokens=False), *_end(tokenizer)], np.int32)
@@ -344,22 +344,27 @@ def _try_episodes(
                 group_id="preflight",
                 sampling=sampling,
             )
-            failed.append(await asyncio.wait_for(work, TRY_S))
-            if failed[-1].failure is None:
+            episode = await asyncio.wait_for(work, TRY_S)
+            if episode.failure is None and episode.metrics["turns"]:
                 return []
-        return failed
+            episodes.append(episode)
+        return episodes
 
     try:
-        failed = asyncio.run(failures())  # on one event loop, as in a run
+        episodes = asyncio.run(tried())  # on one event loop, as in a run
     except TimeoutError:
         return [f"an episode of {config.type!r} was tried, and not finished after {TRY_S:g} s"]
     finally:
         environment.close()
-    if failed:
-        raise UserError(
-            f"tried on {len(failed)} row(s) with their own answers, every episode failed: {failed[-1].error}"
-        )
-    return []
+    if not episodes:
+        return []
+    where, error = f"tried on {len(episodes)} row(s) with their own answers", episodes[-1].error
+    if error is not None:
+        raise UserError(f"{where}, every episode failed: {error}")
+    raise UserError(
+        f"{where}, the environment {config.type!r} never asked the policy for anything: its run() has to await "
+        "generate, say or act of an agent"
+    )
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -158,7 +158,25 @@ class Client(Environment):
             self.loop = asyncio.get_running_loop()
             raise ConnectionError("not yet")
         assert self.loop is asyncio.get_running_loop()
+        await agents.policy.generate(task)
         return 0.0
+
+
+class Silent(Environment):
+    """Asks nobody."""
+
+    class Config(Environment.Config):
+        pass
+
+    async def run(self, task: Prompt, agents: Agents) -> float:
+        return 1.0
+
+
+def test_an_environment_that_never_asks_is_found_before_a_run() -> None:
+    with pytest.raises(
+        UserError, match=r"test_preflight:Silent' never asked the policy for anything: its run\(\) has to"
+    ):
+        preflight(tiny("rollout.env.type=tests.cli.test_preflight:Silent"))
 
 
 def test_what_an_environment_keeps_works_in_the_next_episode() -> None:
