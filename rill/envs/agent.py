@@ -235,7 +235,10 @@ class Agent:
         """Add to this agent's reward: for what it has said so far, or for the turn `at`. Rewards add up."""
         number = float(value)
         if not abs(self.tree.total_reward + number) <= MAX_REWARD or not abs(number) <= MAX_REWARD:
-            raise ValueError(f"agent {self.name}: a reward must be a finite number, not {value!r:.80}")
+            raise ValueError(
+                f"agent {self.name}: a reward must be a number, and all of them no more than {MAX_REWARD:g} in size, "
+                f"not {value!r:.80}"
+            )
         self.tree.reward(number, None if at is None else at.node)
 
     @property

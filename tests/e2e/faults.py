@@ -119,7 +119,7 @@ def failing(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
 
 def huge(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     """A reward without a scale."""
-    return 1e30 * (len(text) % 2)
+    return 1e18 * (len(text) % 2)
 
 
 class StaleEngine(NativeEngine):
